@@ -1,0 +1,700 @@
+"""What the three scripts share: errors, options, data, models, collectives, the two loops, checkpoints and reports.
+
+Every function works with a process group and without one; importing has no side effects.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import gzip
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import socket
+import sys
+import tarfile
+import tempfile
+import time
+import urllib.request
+import warnings
+import zlib
+from argparse import Namespace
+from collections import Counter
+from typing import IO, Any, Callable, Iterator, Optional, Sequence
+
+with warnings.catch_warnings():  # imported without numpy, which nothing here needs, torch warns
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+
+# ---- Errors ----------------------------------------------------------------------------------------
+class UsageError(Exception):
+    """A wrong option or an unusable file: one line that says what is wrong and what to do."""
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call `main`; a UsageError becomes one line on standard error and exit code 2."""
+    try:
+        main()
+    except UsageError as error:
+        # Every process of a node finds the same mistake; the first of them says so.
+        if not os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")).strip("0").isdecimal():
+            print(f"{os.path.basename(sys.argv[0])}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+# ---- Options ---------------------------------------------------------------------------------------
+DATASETS = ("synthetic", "MNIST", "Subj")
+LEARNING_RATES = {"adam": 0.002, "sgd": 0.05}
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes --long_names with dashes too, and reports a mistake as a UsageError, in one line."""
+
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+        return super().add_argument(*names, *[name.replace("_", "-") for name in names if "_" in name], **settings)
+
+    def error(self, message: str) -> Any:
+        raise UsageError(f"{message} (--help lists the options)")
+
+    def parse_args(self, *given: Any) -> Any:
+        args = super().parse_args(*given)
+        if args.resume and not args.checkpoint:
+            self.error("--resume needs --checkpoint FILE, the file to go on from")
+        return args
+
+
+def number(kind: Callable[[str], Any], low: float, high: float = 2**31 - 1) -> Callable[[str], Any]:
+    """An option type: an int or a float, as `kind` says, from `low` to `high`."""
+    def parse(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if low <= kind(text) <= high:
+                return kind(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' * (kind is int)}number from {low} to {high}")
+    return parse
+
+
+COUNT, COUNT_OR_NONE, POSITIVE = number(int, 1), number(int, 0), number(float, 1e-9, 1e9)
+
+
+def make_parser(description: Optional[str], ddp: bool = True) -> Parser:
+    """The options of all three scripts; `ddp` adds those that need several processes."""
+    parser = Parser(description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--dataset", type=lambda text: {name.lower(): name for name in DATASETS}.get(text.lower(), text),
+        choices=DATASETS, default="synthetic", help="(default: %(default)s)")
+    add("--data_root", default="data", metavar="DIR", help="holds MNIST/raw and Subj (default: %(default)s)")
+    add("--download", action="store_true", help="fetch missing files, once per node, checked against a checksum; from "
+        "the folder MNIST_URL or the archive SUBJ_URL, if these variables are set (default: off)")
+    add("--epochs", type=COUNT_OR_NONE, default=2, metavar="N", help="over the training data (default: %(default)s)")
+    add("--batch_size", type=COUNT, default=100, metavar="N", help=f"samples per step{' and process' * ddp} "
+        "(default: %(default)s)")
+    add("--learning_rate", type=POSITIVE, metavar="LR", help="at the start; falls to 0 along a half cosine (default: "
+        f"{LEARNING_RATES['adam']} for adam, {LEARNING_RATES['sgd']} for sgd)")
+    add("--optimizer", choices=tuple(LEARNING_RATES), default="adam", help="(default: %(default)s)")
+    add("--num_workers", type=COUNT_OR_NONE, default=0, metavar="N", help="data-loading processes per training process "
+        "(default: %(default)s)")
+    add("--seed", type=COUNT_OR_NONE, default=0, metavar="N", help="of split, weights and order (default: %(default)s)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto",
+        help="auto: GPUs if each process of the node can have one, else the CPU (default: %(default)s)")
+    if ddp:
+        add("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="auto: nccl on GPUs, gloo on CPUs "
+            "(default: %(default)s)")
+        add("--grad_sync", choices=("ddp", "manual"), default="ddp",
+            help="manual: no DDP wrapper, average_gradients(model) after each backward (default: %(default)s)")
+    add("--timeout", type=POSITIVE, default=600, metavar="SECONDS", help="how long to wait, for other ranks or for a "
+        "download, before giving up with an error (default: %(default)s seconds)")
+    add("--accumulation_steps", type=COUNT, default=1, metavar="N", help="micro-batches of --batch_size per optimizer "
+        "step (default: %(default)s)")
+    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="autocast; fp16 scales the loss and "
+        "needs a GPU (default: %(default)s)")
+    add("--max_grad_norm", type=POSITIVE, metavar="X", help="clip the norm of the averaged gradients (default: off)")
+    add("--checkpoint", metavar="FILE", help="written after every epoch (default: none)")
+    add("--resume", action="store_true", help="go on from --checkpoint if that file exists (default: off)")
+    add("--metrics", metavar="FILE", help="JSON Lines: an object per epoch, then the test result (default: none)")
+    if not ddp:
+        parser.set_defaults(backend="auto", grad_sync="ddp")
+    return parser
+
+
+def pick_device(args: Namespace, local_rank: int = 0, local_world_size: int = 1) -> tuple[torch.device, str]:
+    """GPU number `local_rank` and nccl, or the CPU and gloo; raises UsageError if GPUs are asked for and not there."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if args.device == "cuda" and gpus < local_world_size:
+        raise UsageError(f"--device cuda: {gpus} GPU(s) here for {local_world_size} process(es); start one process per "
+                         "GPU at the most, or use --device cpu")
+    on_gpu = args.device != "cpu" and gpus > local_rank and gpus >= local_world_size
+    if not on_gpu and (args.precision == "fp16" or args.backend == "nccl"):
+        raise UsageError("--precision fp16 and --backend nccl need a GPU for each process; use bf16 and gloo on CPUs")
+    backend = args.backend if args.backend != "auto" else "nccl" if on_gpu else "gloo"
+    return torch.device("cuda", local_rank) if on_gpu else torch.device("cpu"), backend
+
+
+# ---- Data ------------------------------------------------------------------------------------------
+SOURCES = {"MNIST": "https://ossci-datasets.s3.amazonaws.com/mnist",
+           "Subj": "https://www.cs.cornell.edu/people/pabo/movie-review-data/rotten_imdb.tar.gz"}
+# SHA-256: for MNIST of the .gz files, for Subj of the lines, each ended by one newline, as copies differ in that.
+CHECKSUMS = {"MNIST": {
+    "train-images-idx3-ubyte": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+    "train-labels-idx1-ubyte": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+    "t10k-images-idx3-ubyte": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+    "t10k-labels-idx1-ubyte": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+}, "Subj": {
+    "plot.tok.gt9.5000": "5ddc9b44dc60d64d651347fcd7bdd489b0c70661e3f768215c16eea36f51204a",
+    "quote.tok.gt9.5000": "73a2dcf8dc3cbcc7f068a70ef9f021c86b2a8e4dac81566b7fd015b3e938f2c5",
+}}
+
+
+class Rows(TensorDataset):
+    """Samples in memory: inputs [n, ...] and targets [n] int64."""
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """A DataLoader asks for a whole batch where it finds this: one copy, instead of one for each sample."""
+        return self[torch.tensor(indices)]
+
+    @staticmethod
+    def collate_fn(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Nothing is left to do after `__getitems__`."""
+        return batch
+
+
+class Sentences(Rows):
+    """Sentences of any length, as token ids; a batch [n, longest] is padded with 0 to its longest sentence."""
+
+    def __init__(self, sentences: Sequence[Sequence[int]], targets: Tensor, num_tokens: int) -> None:
+        lengths = torch.tensor([len(sentence) for sentence in sentences])
+        super().__init__(1 + lengths.cumsum(0) - lengths, lengths, targets)
+        # One row, whatever the longest sentence is; at its start a 0, which all padding points to.
+        self.tokens = torch.tensor([0] + [token for sentence in sentences for token in sentence])
+        self.num_tokens = num_tokens
+
+    def __getitem__(self, index: Any) -> tuple[Tensor, ...]:
+        starts, lengths, targets = super().__getitem__(index)
+        columns = torch.arange(max(1, int(lengths.max())))
+        positions = torch.where(columns < lengths.unsqueeze(-1), starts.unsqueeze(-1) + columns, 0)
+        return self.tokens[positions], targets
+
+
+def load_data(args: Namespace) -> tuple[Dataset, Dataset, Dataset]:
+    """Training, validation and test part, equal on every rank, as only files and --seed decide.
+
+    For your own data, return three map-style data sets of (input, class number).
+    """
+    generator = torch.Generator().manual_seed(args.seed)
+    if args.dataset == "synthetic":  # ten Gaussian clusters in 20 dimensions
+        targets = torch.randint(10, (5500,), generator=generator)
+        inputs = 1.5 * torch.randn(10, 20, generator=generator)[targets] + torch.randn(5500, 20, generator=generator)
+        return tuple(Rows(inputs[a:b], targets[a:b]) for a, b in ((0, 4000), (4000, 4500), (4500, 5500)))
+    folder = os.path.join(args.data_root, *("MNIST", "raw") if args.dataset == "MNIST" else ("Subj",))
+    if args.download:
+        download(args.dataset, folder, args.timeout)
+    return load_mnist(folder, generator) if args.dataset == "MNIST" else load_subj(folder, generator)
+
+
+def load_mnist(folder: str, generator: torch.Generator) -> tuple[Rows, Rows, Rows]:
+    """Images [n, 1, 28, 28] uint8; a tenth of the training file is the validation part."""
+    parts = []
+    for name in ("train", "t10k"):
+        images = read_idx(os.path.join(folder, f"{name}-images-idx3-ubyte"), (28, 28)).unsqueeze(1)
+        labels = read_idx(os.path.join(folder, f"{name}-labels-idx1-ubyte"), ()).long()
+        if len(images) != len(labels) or labels.max() > 9 or len(images) < 2 and name == "train":
+            raise UsageError(f"{folder}: {name} has {len(images)} images, {len(labels)} labels up to {labels.max()}; "
+                             "expected are a label from 0 to 9 for each image, and two images or more to train with")
+        parts.append(Rows(images, labels))
+    order, tenth = torch.randperm(len(parts[0]), generator=generator), max(1, len(parts[0]) // 10)
+    return Rows(*parts[0][order[tenth:]]), Rows(*parts[0][order[:tenth]]), parts[1]
+
+
+def read_idx(path: str, shape: tuple[int, ...]) -> Tensor:
+    """The bytes of an IDX file, [n, *shape] uint8, n >= 1. Format: http://yann.lecun.com/exdb/mnist/"""
+    path += ".gz" * (not os.path.exists(path) and os.path.exists(path + ".gz"))
+    what = "an IDX file of MNIST, with 28x28 images" if shape else "an IDX file of MNIST, with labels"
+    content, header, size = bytearray(read_file(path, what)), 4 * (2 + len(shape)), math.prod(shape)
+    count = (len(content) - header) // size
+    if (count < 1 or len(content) != header + count * size
+            or content[:header] != b"".join(n.to_bytes(4, "big") for n in (0x0801 + len(shape), count, *shape))):
+        raise UsageError(f"{path} is malformed, empty or truncated: {what} is expected there; fetch it again")
+    return torch.frombuffer(content, dtype=torch.uint8, offset=header).reshape(-1, *shape)
+
+
+def load_subj(folder: str, generator: torch.Generator) -> tuple[Sentences, Sentences, Sentences]:
+    """Objective (0) and subjective (1) sentences, 80/10/10. Source: Pang and Lee, ACL 2004."""
+    sentences: list[list[bytes]] = []
+    targets: list[int] = []
+    for target, name in enumerate(CHECKSUMS["Subj"]):
+        what = "text of the subjectivity data set, one sentence a line,"
+        content = read_file(os.path.join(folder, name), what)
+        # Words stay bytes: no encoding to get wrong (it is windows-1252), no 0x85 that would end a line once decoded.
+        lines = [line.split() for line in content.split(b"\n")]
+        if b"\0" in content or not any(lines):
+            raise UsageError(f"{os.path.join(folder, name)} is malformed or empty: {what} is expected there")
+        sentences += filter(None, lines)  # a blank line is no sample
+        targets += [target] * (len(sentences) - len(targets))
+    if len(sentences) < 3:
+        raise UsageError(f"{folder}: {len(sentences)} sentences; at least 3 are needed, one for each part")
+    order, tenth = torch.randperm(len(sentences), generator=generator).tolist(), max(1, len(sentences) // 10)
+    parts = (order[2 * tenth:], order[tenth:2 * tenth], order[:tenth])
+    # From the training part alone, by frequency and then by the word: walking a set differs from process to process.
+    counts = Counter(word for i in parts[0] for word in sentences[i])
+    ids = {word: 1 + i for i, word in enumerate(sorted(counts, key=lambda word: (-counts[word], word)))}
+    train, valid, test = (Sentences([[ids[word] for word in sentences[i] if word in ids] for i in part],
+                                    torch.tensor([targets[i] for i in part]), 1 + len(ids)) for part in parts)
+    return train, valid, test
+
+
+def read_file(path: str, what: str) -> bytes:
+    """The bytes of a file, unpacked if it is a .gz; raises UsageError, with `what` is expected there."""
+    try:
+        with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
+            return file.read()
+    except (OSError, EOFError, zlib.error) as error:
+        raise UsageError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): {what} is expected "
+                         "there; set --data_root, or fetch it, with --download for instance") from None
+
+
+def download(dataset: str, folder: str, timeout: float) -> None:
+    """Fetch the missing files of `dataset` into `folder`, each whole and checked or not at all."""
+    variable, deadline = f"{dataset.upper()}_URL", time.monotonic() + timeout
+    source = os.environ.get(variable, SOURCES[dataset])
+    with contextlib.ExitStack() as stack:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            lock = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, lock)
+            while True:  # one process of a node fetches; the others then find the files there
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"another process has been downloading for {timeout:g} s (--timeout)")
+                time.sleep(0.1)
+            for name, checksum in CHECKSUMS[dataset].items():
+                path = os.path.join(folder, name)
+                if os.path.exists(path) or os.path.exists(path + ".gz"):
+                    continue
+                url = source if dataset == "Subj" else f"{source}/{name}.gz"
+                content = urllib.request.urlopen(url, timeout=timeout).read()
+                if dataset == "Subj":
+                    with tarfile.open(fileobj=io.BytesIO(content)) as tar:  # one file is read, none is unpacked
+                        content = b"".join(line + b"\n" for line in tar.extractfile(name).read().splitlines())
+                if hashlib.sha256(content).hexdigest() != checksum:
+                    raise ValueError(f"{name} from {url} has a wrong checksum and was thrown away")
+                replace_file(path if dataset == "Subj" else path + ".gz", lambda file: file.write(content))
+        except Exception as error:  # of the network, the archive or the file system
+            raise UsageError(f"--download: {type(error).__name__}: {error}; put the files into {folder} by hand, "
+                             f"or name another source in {variable}") from None
+
+
+def make_loader(dataset: Dataset, sampler: Any, args: Namespace, device: torch.device) -> DataLoader:
+    """Batches of the samples that `sampler` (any sized iterable of indices) names."""
+    return DataLoader(dataset, args.batch_size, sampler=sampler, num_workers=args.num_workers,
+                      collate_fn=getattr(dataset, "collate_fn", None), pin_memory=device.type == "cuda")
+
+
+# ---- Models ----------------------------------------------------------------------------------------
+class ConvNet(nn.Module):
+    """[batch, 1, 28, 28] uint8 to [batch, 10]; yangkky.github.io/2019/07/08/distributed-pytorch-tutorial.html."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 16, kernel_size=5, padding=2), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, kernel_size=5, padding=2), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(7 * 7 * 32, 10))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layers((images.float() / 255 - 0.1307) / 0.3081)  # mean and deviation of MNIST's pixels
+
+
+def build_model(args: Namespace, train: Dataset) -> nn.Module:
+    """The network for what `load_data` returned: [batch, classes] from a batch of inputs. Put your own here."""
+    if args.dataset == "MNIST":
+        return ConvNet()
+    if args.dataset == "Subj":  # the mean of the words' embeddings, without the padding, and a linear layer
+        model = nn.Sequential(nn.EmbeddingBag(train.num_tokens, 256, mode="mean", padding_idx=0), nn.Linear(256, 2))
+        nn.init.normal_(model[0].weight, 0, 0.1)
+        return model
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside DataParallel, DistributedDataParallel and torch.compile, however nested."""
+    while isinstance(model, (nn.DataParallel, DDP)) or "_orig_mod" in model._modules:
+        model = model.module if isinstance(model, (nn.DataParallel, DDP)) else model._orig_mod
+    return model
+
+
+# DDP would broadcast the buffers (BatchNorm's statistics) in each forward; average_buffers does it once an epoch.
+# torch 2.13 renamed the option.
+NO_BUFFER_SYNC = {"forward_sync_buffers" if "forward_sync_buffers" in DDP.__init__.__code__.co_varnames
+                  else "broadcast_buffers": False}
+
+
+# ---- Collectives -----------------------------------------------------------------------------------
+BUCKET_BYTES = 25 * 1024 * 1024  # as DDP's own buckets
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """(0, 1) without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def comm_device() -> torch.device:
+    """Where a tensor must lie for the process group to take it."""
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def reduce_mean(value: Any, nprocs: Optional[int] = None) -> Tensor:
+    """The mean of `value`, a tensor of any shape or a Python number, over all ranks.
+
+    Returns a new, detached tensor on the device of `value`: floating tensors in their own dtype, everything else
+    in float64. Every rank must call it, with the same shape; dtypes may differ, as the sum is made in float64.
+    `nprocs` is kept from the notes. Raises ValueError if it is given and is not the world size.
+    """
+    world_size = rank_and_world_size()[1]
+    if nprocs is not None and nprocs != world_size:
+        raise ValueError(f"reduce_mean: nprocs is {nprocs}, but the world size is {world_size}")
+    tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    result = tensor.to(comm_device()).to(torch.float64, memory_format=torch.contiguous_format, copy=True)
+    if dist.is_initialized():
+        dist.all_reduce(result)
+        result /= world_size
+    return result.to(tensor.device, tensor.dtype if tensor.is_floating_point() else torch.float64)
+
+
+def gradient_buckets(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, int, int]]]:
+    """Cut the trainable parameters into pieces (parameter, start, end) and fill buckets with them, each of one device
+    and one dtype; alike on all ranks, whatever gradients they have."""
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():  # a shared parameter comes once
+        if parameter.requires_grad:
+            kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    for parameters in kinds.values():
+        limit = BUCKET_BYTES // max(4, parameters[0].element_size())  # half precision travels as float32
+        bucket, room = [], limit
+        for parameter in parameters:
+            start = 0
+            while start < parameter.numel():
+                end = min(start + room, parameter.numel())
+                bucket.append((parameter, start, end))
+                room -= end - start
+                start = end
+                if room == 0:
+                    yield bucket
+                    bucket, room = [], limit
+        if bucket:
+            yield bucket
+
+
+@torch.no_grad()
+def average_gradients(model: nn.Module) -> None:
+    """Replace each gradient by the mean of all ranks' gradients; call it after backward and before the step.
+
+    A gradient that is missing on some ranks counts as zero there; one missing on all stays None. Half precision is
+    summed in float32, so that nothing overflows. A sparse gradient stays sparse, but travels dense. Without a process
+    group there is nothing to do. Not needed with DDP, which has averaged by the end of backward.
+    """
+    world_size = rank_and_world_size()[1]
+    if world_size == 1:
+        return
+    dense: dict[nn.Parameter, Tensor] = {}  # each gradient as one row: a view of it, if it is dense and contiguous
+    flying = None
+    for bucket in gradient_buckets(model):
+        for parameter in [parameter for parameter, start, _ in bucket if start == 0]:
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dense[parameter] = (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
+        dtype = torch.promote_types(bucket[0][0].dtype, torch.float32)
+        # Every rank sends every parameter, and along with it whether it has a gradient: ranks that left some out
+        # would pair up different tensors, and asking first would cost a collective.
+        flags = [flag for p, _, _ in bucket for flag in (p.grad is not None, p.grad is not None and p.grad.is_sparse)]
+        flat = torch.cat([dense[p][start:end].to(dtype) for p, start, end in bucket] +
+                         [torch.tensor(flags, dtype=dtype, device=bucket[0][0].device)])
+        work = dist.all_reduce(flat, async_op=True)
+        if flying:  # while this bucket travels, the one before is unpacked and the next is packed
+            put_means(*flying, dense, world_size)
+        flying = work, bucket, flat
+    if flying:
+        put_means(*flying, dense, world_size)
+
+
+def put_means(work: Any, bucket: list, flat: Tensor, dense: dict[nn.Parameter, Tensor], world_size: int) -> None:
+    """Wait for the sums of a bucket, and put the means where its pieces came from."""
+    work.wait()
+    sums, flags = flat.split([len(flat) - 2 * len(bucket), 2 * len(bucket)])
+    means = sums.div_(world_size).split([end - start for _, start, end in bucket])
+    for i, ((parameter, start, end), mean) in enumerate(zip(bucket, means)):
+        dense[parameter][start:end] = mean
+        if end < parameter.numel():
+            continue
+        whole_mean = dense.pop(parameter).view(parameter.shape)
+        if parameter.grad is None:
+            somewhere, sparse = flags[2 * i:2 * i + 2].tolist()  # waits for the device: only where one is missing
+            if somewhere:
+                parameter.grad = whole_mean.to_sparse(1) if sparse else whole_mean
+        elif parameter.grad.is_sparse:
+            parameter.grad = whole_mean.to_sparse(parameter.grad.sparse_dim())
+        elif whole_mean.data_ptr() != parameter.grad.data_ptr():
+            parameter.grad.copy_(whole_mean)
+
+
+def average_buffers(model: nn.Module) -> None:
+    """Give all ranks the mean of BatchNorm's statistics, which each has from its own shard: one model is evaluated."""
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.copy_(reduce_mean(buffer))
+
+
+def gather_text(text: str, size: int = 200) -> list[str]:
+    """The `text` of every rank, by rank, cut to `size` bytes. As bytes, not objects: nothing is unpickled."""
+    if not dist.is_initialized():
+        return [text]
+    row = torch.tensor(list(text.encode()[:size].ljust(size)), dtype=torch.uint8, device=comm_device())
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    return [bytes(row.tolist()).decode(errors="ignore").rstrip() for row in rows]
+
+
+# ---- The two loops ---------------------------------------------------------------------------------
+def train_one_epoch(model: nn.Module, loader: DataLoader, state: TrainState, args: Namespace) -> dict[str, float]:
+    """Train on this rank's shard; returns train_loss, samples_per_second and seconds of all ranks together.
+
+    The loader's DistributedSampler gives a rank every world_size-th sample, and repeats some to make the shards even.
+    Each real sample gets the weight 1 / (samples of all ranks in this step), a repeated one none: gradients and loss
+    are those of one process with the whole batch, also where the data does not divide.
+    """
+    rank, world_size = rank_and_world_size()
+    device = next(model.parameters()).device
+    samples, batch_size = len(loader.dataset), args.batch_size
+    per_step = batch_size * world_size * args.accumulation_steps
+    autocast = torch.autocast(device.type, torch.float16 if args.precision == "fp16" else torch.bfloat16,
+                              enabled=args.precision != "fp32")
+    show_progress, shown = rank == 0 and sys.stdout.isatty(), time.monotonic()
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    started = time.perf_counter()
+    model.train()
+    for i, (inputs, targets) in enumerate(loader):
+        inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        ends_step = (i + 1) % args.accumulation_steps == 0 or i + 1 == len(loader)
+        in_this_step = min(per_step, samples - i // args.accumulation_steps * per_step)
+        real = min(batch_size, len(range(rank + i * batch_size * world_size, samples, world_size)))
+        # DDP communicates in backward; before the last micro-batch of a step that would be wasted.
+        quiet = isinstance(model, DDP) and not ends_step
+        with model.no_sync() if quiet else contextlib.nullcontext():
+            with autocast:
+                losses = F.cross_entropy(model(inputs), targets, reduction="none")[:real]
+            loss = losses.sum() * (world_size / in_this_step)  # DDP divides by the world size
+            state.scaler.scale(loss).backward()
+        loss_sum += losses.detach().sum(dtype=torch.float64)  # stays on the device: reading it would wait for it
+        if ends_step:
+            if args.grad_sync == "manual":
+                average_gradients(model)  # after backward: before it, there are only the gradients of the last step
+            state.optimizer_step(args.max_grad_norm)
+        if show_progress and time.monotonic() > shown + 0.5:
+            mean = losses.detach().mean().item()  # waits for the device, twice a second at most
+            print(f"\repoch {state.epoch + 1}, batch {i + 1}/{len(loader)}, loss {mean:.4f} ", end="", flush=True)
+            shown = time.monotonic()
+    if show_progress:
+        print("\r\033[K", end="", flush=True)
+    if dist.is_initialized():
+        dist.all_reduce(loss_sum)
+    train_loss = loss_sum.item() / samples
+    seconds = time.perf_counter() - started
+    return {"train_loss": train_loss, "samples_per_second": samples / seconds, "seconds": seconds}
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: DataLoader) -> tuple[float, float]:
+    """Mean loss and accuracy (0 to 1) over all samples of all ranks' loaders; these may differ in length."""
+    model = unwrap(model)  # a forward of DDP may communicate, and would wait for ranks that have no batch left
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, hits, samples
+    for inputs, targets in loader:
+        inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        outputs = model(inputs)
+        sums[0] += F.cross_entropy(outputs, targets, reduction="none").sum(dtype=torch.float64)
+        sums[1] += (outputs.argmax(1) == targets).sum()
+        sums[2] += len(targets)
+    model.train(was_training)
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    loss, hits, samples = sums.tolist()
+    return loss / samples, hits / samples
+
+
+# ---- Checkpoints and reports -----------------------------------------------------------------------
+class TrainState:
+    """All that training changes, and so all that a checkpoint holds. `batches` is per epoch and rank."""
+
+    PLAIN = ("made_with", "epoch", "best_accuracy", "best_epoch", "best_model", "history")
+
+    def __init__(self, model: nn.Module, args: Namespace, batches: int) -> None:
+        self.model = model
+        kind, more = (torch.optim.Adam, {}) if args.optimizer == "adam" else (torch.optim.SGD, {"momentum": 0.9})
+        more["lr"] = args.learning_rate or LEARNING_RATES[args.optimizer]
+        try:  # in one pass over the memory: even on a CPU that makes Subj's training almost twice as fast
+            self.optimizer = kind(model.parameters(), fused=True, **more)
+        except (TypeError, RuntimeError):  # not in this torch, or not for this device
+            self.optimizer = kind(model.parameters(), **more)
+        steps = max(1, args.epochs * math.ceil(batches / args.accumulation_steps))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / steps)))
+        scaler = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)  # it moved in torch 2.3
+        self.scaler = scaler(enabled=args.precision == "fp16")
+        self.made_with = {"dataset": args.dataset, "optimizer": args.optimizer}  # to be the same in a resume
+        self.epoch = self.best_epoch = 0  # epochs are counted as they are done
+        self.best_accuracy, self.best_model = -1.0, None
+        self.history: list[dict[str, Any]] = []  # the lines of --metrics
+
+    def optimizer_step(self, max_grad_norm: Optional[float]) -> None:
+        """Clip, step, and clear the gradients, which would add up otherwise."""
+        if max_grad_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), max_grad_norm)
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.scaler.get_scale() >= scale:  # else fp16 overflowed, and the optimizer left this step out
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def end_epoch(self, train: dict[str, float], valid_loss: float, valid_accuracy: float) -> None:
+        """Count the epoch, and keep a copy of the weights if they are the best so far."""
+        self.history.append({"epoch": self.epoch, "train_loss": train.pop("train_loss"), "valid_loss": valid_loss,
+                             "valid_accuracy": valid_accuracy, **train})
+        self.epoch += 1
+        if valid_accuracy > self.best_accuracy:
+            self.best_accuracy, self.best_epoch = valid_accuracy, self.epoch
+            self.best_model = {key: value.clone() for key, value in unwrap(self.model).state_dict().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers, strings, lists and dicts only, so that weights_only=True can read it."""
+        return {**{name: getattr(self, name) for name in self.PLAIN}, "model": unwrap(self.model).state_dict(),
+                **{name: getattr(self, name).state_dict() for name in ("optimizer", "scheduler", "scaler")}}
+
+    def save(self, path: Optional[str]) -> None:
+        """Write a checkpoint, on rank 0 of the world alone; do nothing without a path."""
+        if path is not None:
+            replace_file(path, lambda file: torch.save(self.state_dict(), file))
+
+    def load_state_dict(self, content: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        unwrap(self.model).load_state_dict(content["model"])
+        for name in ("optimizer", "scheduler", "scaler"):
+            getattr(self, name).load_state_dict(content[name])
+        for name in self.PLAIN:
+            setattr(self, name, content[name])
+
+
+def replace_file(path: str, write: Callable[[IO[bytes]], Any]) -> None:
+    """Write a file whole or not at all: under another name, to the disk, then in place of the old one."""
+    path = os.path.realpath(path)
+    temporary = path + ".tmp"
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        raise
+
+
+def read_checkpoint(path: str, content: bytes, state: TrainState) -> dict[str, Any]:
+    """The checkpoint in `content`; raises UsageError unless it fits the model, the data set and the optimizer."""
+    try:
+        with warnings.catch_warnings(record=True):
+            loaded, own = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True), state.state_dict()
+        if set(loaded) != set(own) or loaded["made_with"] != own["made_with"]:
+            raise ValueError(f"it does not hold what a run with {own['made_with']} saves")
+        for part in ("model", "best_model"):
+            if set(loaded[part] or own["model"]) != set(own["model"]):  # made elsewhere, from the wrapper
+                loaded[part] = {re.sub(r"^((module|_orig_mod)\.)+", "", k): v for k, v in loaded[part].items()}
+            shapes = {k: v.shape for k, v in (loaded[part] or own["model"]).items()}
+            if shapes != {k: v.shape for k, v in own["model"].items()}:
+                raise ValueError("it is of another model, or of another vocabulary")
+        return loaded
+    except Exception as error:  # whatever is wrong, it cannot be resumed; torch's own words advise to trust the file
+        reason = error if type(error) is ValueError else f"it cannot be read, {type(error).__name__}"
+        raise UsageError(f"--resume: {path} is not a checkpoint of this run ({reason}); it was left as it is: "
+                         "name another file, or start without --resume") from None
+
+
+def resume(args: Namespace, state: TrainState) -> None:
+    """Go on from --checkpoint if it exists. Rank 0 alone reads it, so no shared file system is needed."""
+    rank, world_size = rank_and_world_size()
+    content = bytearray()
+    if rank == 0 and os.path.exists(args.checkpoint):
+        with open(args.checkpoint, "rb") as file:
+            content += file.read()
+    size = round(reduce_mean(len(content)).item() * world_size)  # the other ranks have 0 bytes
+    if size and world_size > 1:
+        content = content or bytearray(size)
+        received = torch.frombuffer(content, dtype=torch.uint8).to(comm_device())
+        dist.broadcast(received, src=0)
+        torch.frombuffer(content, dtype=torch.uint8).copy_(received)
+    if size:
+        state.load_state_dict(read_checkpoint(args.checkpoint, content, state))
+
+
+def check_files(args: Namespace, data: Sequence[Dataset]) -> None:
+    """Before anything starts, on rank 0: raise UsageError if the files to write or to go on from are unusable."""
+    for option, path in (("--checkpoint", args.checkpoint), ("--metrics", args.metrics)):
+        try:
+            if path:
+                tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))).close()
+                if os.path.isdir(path) or os.path.exists(path) and not os.access(path, os.W_OK):
+                    raise OSError("not a file that may be written")
+        except OSError as error:
+            raise UsageError(f"{option} {path}: cannot write there ({error.strerror or error}); "
+                             "name a file in a folder that exists and is writable") from None
+    if args.resume:
+        resume(args, TrainState(build_model(args, data[0]), args, batches=1))
+
+
+def report_processes(local_rank: int, device: torch.device, args: Namespace) -> None:
+    """Rank 0 prints who is where, a line for each rank, and what they use."""
+    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    lines = gather_text(f"host {socket.gethostname()}, local rank {local_rank}, device {name}, pid {os.getpid()}")
+    if rank_and_world_size()[0] == 0:
+        for rank, line in enumerate(lines):
+            print(f"rank {rank} of {len(lines)}: {line}")
+        print(f"backend {dist.get_backend() if dist.is_initialized() else 'none'}, torch {torch.__version__}, "
+              f"{torch.get_num_threads()} threads per process, "
+              f"global batch {args.batch_size * len(lines) * args.accumulation_steps}", flush=True)
+
+
+def write_metrics(path: Optional[str], lines: Sequence[dict[str, Any]], mode: str = "a") -> None:
+    """One JSON object a line. For rank 0 of the world alone; does nothing without a path."""
+    if path:
+        with open(path, mode, encoding="utf-8") as file:
+            for line in lines:  # JSON has no nan
+                file.write(json.dumps({k: v if math.isfinite(v) else None for k, v in line.items()}) + "\n")
+
+
+def log_epoch(args: Namespace, state: TrainState) -> None:
+    """Print and write the figures of the epoch that has ended."""
+    line = state.history[-1]
+    print("epoch {}/{}: train loss {train_loss:.4f}, valid loss {valid_loss:.4f}, valid accuracy {valid_accuracy:.2%}, "
+          "{samples_per_second:.0f} samples/s".format(state.epoch, args.epochs, **line), flush=True)
+    write_metrics(args.metrics, [line])
+
+
+def log_test(args: Namespace, state: TrainState, loss: float, accuracy: float) -> None:
+    """Print and write the result."""
+    print(f"test loss {loss:.4f}, test accuracy {accuracy:.2%}, weights of epoch {state.best_epoch}", flush=True)
+    world_size = rank_and_world_size()[1]
+    write_metrics(args.metrics, [{"test_loss": loss, "test_accuracy": accuracy, "world_size": world_size}])

@@ -1,0 +1,131 @@
+"""DistributedDataParallel, processes started by a launcher: torchrun, torch.distributed.launch, or Slurm's srun.
+
+    python ddp_launch.py                                         # one process, without a launcher or a process group
+    torchrun --nproc_per_node=2 ddp_launch.py                    # two processes on this machine
+    torchrun --nnodes=2 --node_rank=0 --nproc_per_node=2 --master_addr=HOST --master_port=PORT ddp_launch.py
+                                                                 # first of two machines; on the other --node_rank=1
+    python -m torch.distributed.launch --nproc_per_node=2 ddp_launch.py                      # torchrun's predecessor
+    srun --nodes=2 --ntasks-per-node=2 python ddp_launch.py      # Slurm starts every process
+
+`grep -n 'DDP [0-9]' ddp_launch.py` prints the recipe; `diff ddp_spawn.py ddp_launch.py`, what the launch changes.
+"""
+import gc
+import os
+import re
+from argparse import Namespace
+from datetime import timedelta
+
+import common  # before torch: see there
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data.distributed import DistributedSampler
+
+
+def launched_ranks(args: Namespace):
+    """(rank, local_rank, world_size, local_world_size) from a launcher's variables, or None without a launcher."""
+    env = os.environ
+    try:
+        if "RANK" in env and "WORLD_SIZE" in env:
+            local_rank = int(env.get("LOCAL_RANK", args.local_rank))
+            local_world_size = int(env.get("LOCAL_WORLD_SIZE", local_rank + 1))
+            ranks = int(env["RANK"]), local_rank, int(env["WORLD_SIZE"]), local_world_size
+        # The variables of a step. A job has SLURM_NTASKS too, but what is started in it without srun is alone.
+        elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+            # "2(x3),1" is 2, 2, 2, 1; the list "node[07-09,12]" begins with node07.
+            per_node = re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
+            per_node = [int(tasks) for tasks, times in per_node for _ in range(int(times or 1))]
+            ranks = (int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), int(env["SLURM_STEP_NUM_TASKS"]),
+                     per_node[int(env["SLURM_NODEID"])])
+            env.setdefault("MASTER_ADDR", "".join(re.match(r"([^,\[]+)\[?(\d*)", env["SLURM_STEP_NODELIST"]).groups()))
+            env.setdefault("MASTER_PORT", str(15000 + int(env["SLURM_JOB_ID"]) % 15000))
+        else:
+            return None
+        if not 0 <= ranks[0] < ranks[2] or not 0 <= ranks[1] < ranks[3] or not 0 < int(env["MASTER_PORT"]) < 65536:
+            raise ValueError(f"rank {ranks[0]} of {ranks[2]}, local rank {ranks[1]} of {ranks[3]}")
+        env["MASTER_ADDR"]
+        return ranks
+    except (KeyError, ValueError, TypeError, IndexError) as error:
+        raise common.UsageError("the launcher's variables RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
+                                f"do not fit together ({error!r}): unset them, or start with torchrun") from None
+
+
+def train(rank: int, local_rank: int, world_size: int, device: torch.device, data: tuple, args: Namespace) -> None:
+    """What every process does, each with its own part of the data."""
+    is_main = rank == 0  # of the whole world: on several nodes, each has a local rank 0
+    common.report_processes(local_rank, device, args)
+    train_data, valid_data, test_data = data
+
+    # DDP 4: the same seed, so all ranks begin with the same weights; the wrapper averages gradients in backward.
+    torch.manual_seed(args.seed)
+    model = common.build_model(args, train_data).to(device)
+    if dist.is_initialized() and args.grad_sync == "ddp":
+        model = DDP(model, device_ids=[device] if device.type == "cuda" else None, **common.NO_BUFFER_SYNC)
+
+    # DDP 5: each rank trains on its own shard. Padded to equal length, as ranks must take equally many steps.
+    sampler = DistributedSampler(train_data, num_replicas=world_size, rank=rank, seed=args.seed)
+    train_loader = common.make_loader(train_data, sampler, args, device)
+    # Evaluation needs no equal steps: shards without padding, so that no sample counts twice.
+    valid_loader = common.make_loader(valid_data, range(rank, len(valid_data), world_size), args, device)
+    test_loader = common.make_loader(test_data, range(rank, len(test_data), world_size), args, device)
+
+    state = common.TrainState(model, args, len(train_loader))
+    if args.resume:
+        common.resume(args, state)
+    if is_main:
+        common.write_metrics(args.metrics, state.history, "w")  # of the epochs before a resume
+    for epoch in range(state.epoch, args.epochs):
+        sampler.set_epoch(epoch)  # DDP 6: without it, every epoch has the same order
+        # Other random numbers (dropout) on each rank, and such as a resumed run will have again.
+        torch.manual_seed(args.seed + 1 + epoch * world_size + rank)
+        figures = common.train_one_epoch(model, train_loader, state, args)
+        # DDP 7: what ranks hold apart is made equal, and what they measured apart is summed before it is divided.
+        common.average_buffers(model)
+        state.end_epoch(figures, *common.evaluate(model, valid_loader))
+        if is_main:  # DDP 8: one process prints and writes
+            common.log_epoch(args, state)
+            state.save(args.checkpoint)
+
+    if state.best_model:
+        common.unwrap(model).load_state_dict(state.best_model)
+    test_loss, test_accuracy = common.evaluate(model, test_loader)
+    if is_main:
+        common.log_test(args, state, test_loss, test_accuracy)
+
+
+def main() -> None:
+    parser = common.make_parser(__doc__)
+    parser.add_argument("--local_rank", type=common.COUNT_OR_NONE, metavar="N",
+                        help="as torch.distributed.launch passes it; the variable LOCAL_RANK goes first (default: 0)")
+    parser.add_argument("--multi_gpu", action="store_true", help="refuse to start without a launcher (default: off)")
+    args = parser.parse_args()
+    ranks = launched_ranks(args)
+    if args.multi_gpu and ranks is None:
+        raise common.UsageError("--multi_gpu needs a launcher, which starts the processes: "
+                                "torchrun --nproc_per_node=2 ddp_launch.py --multi_gpu ...")
+
+    # DDP 1: which of all processes this is, which of its node's, and how many there are.
+    rank, local_rank, world_size, local_world_size = ranks or (0, args.local_rank or 0, 1, 1)
+    # DDP 2: the device by local rank; the rank would name a GPU that a second node does not have.
+    device, backend = common.pick_device(args, local_rank, local_world_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    data = common.load_data(args)
+    if rank == 0:
+        common.check_files(args, data)
+    # DDP 3: join the others, through the address and port that the launcher has put into the environment.
+    if ranks:
+        dist.init_process_group(backend, init_method="env://", rank=rank, world_size=world_size,
+                                timeout=timedelta(seconds=args.timeout))
+    try:
+        train(rank, local_rank, world_size, device, data, args)
+    finally:
+        # DDP 9: leave. First the wrapper must be gone (it went with train's variables, and cycles need the collector):
+        # it holds the group, whose threads would outlive the interpreter and abort it.
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    common.run(main)

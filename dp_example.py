@@ -1,0 +1,113 @@
+"""nn.DataParallel: one process, which splits each batch over the GPUs of one machine.
+
+    python dp_example.py                # who gets which part of a batch, as in the notes
+    python dp_example.py --epochs 2     # trains what the two DDP scripts train
+
+Easy, and slow: the first GPU gathers the outputs and sums the gradients. Without a GPU it is a plain loop.
+"""
+import os
+from argparse import Namespace
+
+import common  # before torch: see there
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+class RandomDataset(Dataset):
+    """`length` random vectors of `size` numbers."""
+
+    def __init__(self, size: int, length: int) -> None:
+        self.data = torch.randn(length, size)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.data[index]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+class Model(nn.Module):
+    """One linear layer that tells what it gets: with several GPUs, each has a copy, and a part of the batch."""
+
+    def __init__(self, input_size: int, output_size: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(input_size, output_size)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = self.fc(input)
+        print("\tIn Model: input size", input.size(), "output size", output.size())
+        return output
+
+
+def demonstrate(args: Namespace, device: torch.device) -> None:
+    """Print what goes into the model, and what into its copies."""
+    loader = DataLoader(RandomDataset(args.input_size, args.data_size), batch_size=args.batch_size, shuffle=True)
+    model = Model(args.input_size, args.output_size)
+    if device.type == "cuda" and torch.cuda.device_count() > 1:
+        print("Let's use", torch.cuda.device_count(), "GPUs!")
+        # A batch of 30 is split along dimension 0: 10 each for three GPUs.
+        model = nn.DataParallel(model)
+    model.to(device)
+    for data in loader:
+        inputs = data.to(device)
+        output = model(inputs)
+        print("Outside: input size", inputs.size(), "output_size", output.size())
+
+
+def train(args: Namespace, device: torch.device) -> None:
+    """The loop of ddp_spawn.py and ddp_launch.py, without what several processes need."""
+    train_data, valid_data, test_data = data = common.load_data(args)
+    common.check_files(args, data)
+    common.report_processes(0, device, args)
+    torch.manual_seed(args.seed)
+    # The wrapper is called like the module. Its first GPU has the weights; the copies last for one forward.
+    model = nn.DataParallel(common.build_model(args, train_data).to(device))
+
+    # One process has the whole data. This sampler gives it in the order that all ranks of a DDP run have together.
+    sampler = DistributedSampler(train_data, num_replicas=1, rank=0, seed=args.seed)
+    train_loader = common.make_loader(train_data, sampler, args, device)
+    valid_loader = common.make_loader(valid_data, range(len(valid_data)), args, device)
+    test_loader = common.make_loader(test_data, range(len(test_data)), args, device)
+
+    state = common.TrainState(model, args, len(train_loader))
+    if args.resume:
+        common.resume(args, state)
+    common.write_metrics(args.metrics, state.history, "w")  # of the epochs before a resume
+    for epoch in range(state.epoch, args.epochs):
+        sampler.set_epoch(epoch)
+        torch.manual_seed(args.seed + 1 + epoch)
+        figures = common.train_one_epoch(model, train_loader, state, args)
+        state.end_epoch(figures, *common.evaluate(model, valid_loader))
+        common.log_epoch(args, state)
+        state.save(args.checkpoint)
+
+    if state.best_model:
+        common.unwrap(model).load_state_dict(state.best_model)
+    common.log_test(args, state, *common.evaluate(model, test_loader))
+
+
+def main() -> None:
+    parser = common.make_parser(__doc__, ddp=False)
+    parser.set_defaults(epochs=None, batch_size=30)
+    parser.add_argument("--input_size", type=common.COUNT, default=5, metavar="N",
+                        help="numbers per random vector, without --epochs (default: %(default)s)")
+    parser.add_argument("--output_size", type=common.COUNT, default=2, metavar="N",
+                        help="outputs of the model, without --epochs (default: %(default)s)")
+    parser.add_argument("--data_size", type=common.COUNT, default=100, metavar="N",
+                        help="random vectors, without --epochs (default: %(default)s)")
+    args = parser.parse_args()
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DataParallel takes every GPU that it sees
+    device, _ = common.pick_device(args)
+    if args.epochs is not None:
+        train(args, device)
+    elif args.checkpoint or args.metrics or args.download or args.dataset != "synthetic":
+        raise common.UsageError("training starts with --epochs N; without it, only random vectors are passed through")
+    else:
+        demonstrate(args, device)
+
+
+if __name__ == "__main__":
+    common.run(main)

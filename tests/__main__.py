@@ -1,0 +1,18 @@
+"""python -m tests [test_numbers ...]: run the tests; the last line counts them, and the exit code is 1 if one failed."""
+import os
+import sys
+import time
+import unittest
+
+names = [f"tests.{name}" for name in sys.argv[1:]]
+loader = unittest.TestLoader()
+here = os.path.dirname(os.path.abspath(__file__))
+suite = loader.loadTestsFromNames(names) if names else loader.discover(here, top_level_dir=os.path.dirname(here))
+started = time.monotonic()
+result = unittest.TextTestRunner(stream=sys.stdout, verbosity=2).run(suite)
+failed = len(result.failures) + len(result.errors) + len(result.unexpectedSuccesses)
+skipped = len(result.skipped)
+passed = max(0, result.testsRun - failed - skipped)
+print(f"in {time.monotonic() - started:.0f} s")
+print(f"{passed} passed, {failed} failed, {skipped} skipped", flush=True)
+sys.exit(1 if failed or not passed else 0)

@@ -1,0 +1,154 @@
+"""What the tests share: start processes as a user does, with a time limit; make small data; read what was written."""
+import contextlib
+import functools
+import gzip
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import common  # before torch
+import torch
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+DATA_ROOT = os.environ.get("DATA_ROOT", "")
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+                      "OMP_NUM_THREADS", "PYTHONWARNINGS", "SLURM_STEP_NUM_TASKS")
+
+needs_data = unittest.skipUnless(os.path.isdir(DATA_ROOT), "DATA_ROOT does not name a folder with MNIST/raw and Subj")
+
+
+def launcher(processes, *options):
+    """torchrun, of the Python that runs the tests."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *options]
+
+
+def start(command, **environment):
+    """A command in the project's folder, in a process group of its own."""
+    env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    env.update(environment)
+    command = [sys.executable, *command] if command[0].endswith(".py") else command
+    return subprocess.Popen(command, cwd=ROOT, env=env, text=True, start_new_session=True,
+                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def finish(process, timeout=150):
+    """(exit code, standard output, standard error); everything the command started is ended with it."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"{process.args} was not done after {timeout} s\n{out}\n{err}") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, out, err
+
+
+def run(*command, timeout=150, **environment):
+    return finish(start(list(command), **environment), timeout)
+
+
+class Run:
+    """A training run that ended with exit code 0: what it printed, its metrics and its checkpoint."""
+
+    def __init__(self, *command, **environment):
+        with tempfile.TemporaryDirectory() as folder:
+            files = ["--checkpoint", os.path.join(folder, "c.pt"), "--metrics", os.path.join(folder, "m.jsonl")]
+            code, self.out, self.err = run(*command, *files, **environment)
+            if code:
+                raise AssertionError(f"{command} ended with {code}\n{self.out}\n{self.err}")
+            self.files = sorted(os.listdir(folder))
+            with open(files[3]) as file:
+                self.metrics = [json.loads(line) for line in file]
+            self.checkpoint = torch.load(files[1], weights_only=True) if os.path.exists(files[1]) else None
+
+    @property
+    def weights(self):
+        return self.checkpoint["model"]
+
+    def difference(self, other):
+        """The largest difference between the weights of two runs."""
+        assert list(self.weights) == list(other.weights)
+        return max((self.weights[key] - other.weights[key]).abs().max().item() for key in self.weights)
+
+
+@functools.lru_cache(maxsize=None)
+def trained(*command):
+    """A Run, made once however many tests look at it."""
+    return Run(*command)
+
+
+def call(module, *options, **environment):
+    """Call a script's main() here: (exit code, standard output, standard error). For what ends before a process starts."""
+    out, err = io.StringIO(), io.StringIO()
+    saved_argv, saved_environment = sys.argv, dict(os.environ)
+    for name in LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    sys.argv, code = [module.__file__, *options], 0
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            common.run(module.main)
+    except SystemExit as exit:
+        code = exit.code
+    finally:
+        sys.argv = saved_argv
+        os.environ.clear()
+        os.environ.update(saved_environment)
+    return code, out.getvalue(), err.getvalue()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+class FolderTest(unittest.TestCase):
+    """A test with a folder of its own."""
+
+    def setUp(self):
+        self.folder = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, self.folder)
+
+    def path(self, *names):
+        return os.path.join(self.folder, *names)
+
+
+def idx(shape, content):
+    return struct.pack(f">{1 + len(shape)}I", 0x0800 + len(shape), *shape) + bytes(content)
+
+
+def write_mnist(folder, train, test, compress=False):
+    """MNIST files with that many images in folder/MNIST/raw: each image is one grey that tells its class."""
+    raw = os.path.join(folder, "MNIST", "raw")
+    os.makedirs(raw, exist_ok=True)
+    for name, count in (("train", train), ("t10k", test)):
+        labels = [i % 10 for i in range(count)]
+        files = {f"{name}-images-idx3-ubyte": idx((count, 28, 28), b"".join(bytes([25 * i] * 784) for i in labels)),
+                 f"{name}-labels-idx1-ubyte": idx((count,), labels)}
+        for file_name, content in files.items():
+            with (gzip.open if compress else open)(os.path.join(raw, file_name + ".gz" * compress), "wb") as file:
+                file.write(content)
+
+
+def write_subj(folder, plot, quote):
+    """Two Subj files with these bytes in folder/Subj."""
+    os.makedirs(os.path.join(folder, "Subj"), exist_ok=True)
+    for name, content in (("plot.tok.gt9.5000", plot), ("quote.tok.gt9.5000", quote)):
+        with open(os.path.join(folder, "Subj", name), "wb") as file:
+            file.write(content)
+
+
+def options(*given):
+    """The options of a training script, as common's functions take them."""
+    return common.make_parser(None).parse_args(list(given))

@@ -1,0 +1,132 @@
+"""Checkpoints and metrics: what is in them, who writes them, and that each script reads the others'."""
+import json
+import os
+import pickle
+from unittest import mock
+
+import common  # before torch
+import torch
+
+import ddp_launch
+import dp_example
+from tests.helpers import FolderTest, call, launcher, run, trained
+
+SCRIPTS = {"dp": ("dp_example.py", "--epochs", "2", "--batch_size", "200"), "spawn": ("ddp_spawn.py", "-g", "2"),
+           "launch": (*launcher(2), "ddp_launch.py")}
+KEYS = ["0.weight", "0.bias", "2.weight", "2.bias"]  # of the plain module
+
+
+class ContentTest(FolderTest):
+    def test_plain_names_and_plain_content(self):
+        """Cases 5 and 15: trained() reads each file with weights_only=True."""
+        for name, command in SCRIPTS.items():
+            run = trained(*command)
+            self.assertEqual(list(run.weights), KEYS, name)
+            self.assertEqual(run.checkpoint["epoch"], 2)
+            self.assertTrue({"optimizer", "scheduler", "best_model"} <= set(run.checkpoint))
+            self.assertEqual(run.files, ["c.pt", "m.jsonl"])  # and nothing temporary
+
+    def test_metrics(self):
+        metrics = trained(*SCRIPTS["spawn"]).metrics
+        self.assertEqual([set(line) for line in metrics], 2 * [
+            {"epoch", "train_loss", "valid_loss", "valid_accuracy", "samples_per_second", "seconds"}] + [
+            {"test_loss", "test_accuracy", "world_size"}])
+        self.assertEqual([line["epoch"] for line in metrics[:2]], [0, 1])
+        for line in metrics[:2]:
+            self.assertAlmostEqual(line["samples_per_second"] * line["seconds"], 4000, places=3)
+
+    def test_the_test_line_is_for_the_best_weights(self):
+        """With a learning rate that ruins the weights, the first epoch is the best."""
+        result = trained("ddp_launch.py", "--optimizer", "sgd", "--learning_rate", "30", "--epochs", "4")
+        best = max(range(4), key=lambda epoch: result.metrics[epoch]["valid_accuracy"])
+        self.assertNotEqual(best, 3)
+        args = common.make_parser(None).parse_args([])
+        data = common.load_data(args)
+        model = common.build_model(args, data[0])
+        model.load_state_dict(result.checkpoint["best_model"])
+        loader = common.make_loader(data[1], range(len(data[1])), args, torch.device("cpu"))
+        self.assertEqual(common.evaluate(model, loader)[1], result.metrics[best]["valid_accuracy"])
+        loader = common.make_loader(data[2], range(len(data[2])), args, torch.device("cpu"))
+        self.assertEqual(common.evaluate(model, loader)[1], result.metrics[-1]["test_accuracy"])
+
+
+class ResumeTest(FolderTest):
+    def save(self, content):
+        torch.save(content, self.path("c.pt"))
+        return ["--checkpoint", self.path("c.pt"), "--resume", "--metrics", self.path("m.jsonl")]
+
+    def test_each_script_goes_on_from_the_others_files(self):
+        """Case 5. Files of two epochs; the third is another script's. dp_example.py and one process run here."""
+        resumes = {"dp": lambda *more: call(dp_example, "--batch_size", "200", *more),
+                   "launch": lambda *more: call(ddp_launch, *more), "spawn": lambda *more: run("ddp_spawn.py", "-g", "2", *more)}
+        for writer, command in SCRIPTS.items():
+            for reader in set(resumes) - {writer}:
+                with self.subTest(writer=writer, reader=reader):
+                    self.goes_on(resumes[reader], trained(*command).checkpoint)
+        prefixed = dict(trained(*SCRIPTS["dp"]).checkpoint)
+        for part in ("model", "best_model"):
+            prefixed[part] = {f"module._orig_mod.{key}": value for key, value in prefixed[part].items()}
+        self.goes_on(resumes["launch"], prefixed)
+
+    def goes_on(self, resume, checkpoint):
+        code, out, err = resume(*self.save(checkpoint), "--epochs", "3")
+        self.assertEqual((code, err), (0, ""))
+        self.assertEqual([f"epoch {epoch}/3" in out for epoch in (1, 2, 3)], [False, False, True])
+        with open(self.path("m.jsonl")) as file:
+            self.assertEqual([json.loads(line).get("epoch") for line in file], [0, 1, 2, None])
+        self.assertEqual(list(torch.load(self.path("c.pt"), weights_only=True)["model"]), KEYS)
+
+    def test_a_run_that_was_broken_off_ends_with_the_bits_of_a_whole_one(self):
+        save, weights = common.TrainState.save, []
+        for broken in (False, True):
+            options = ["--checkpoint", self.path(f"{broken}.pt"), "--resume", "--epochs", "3", "--max_grad_norm", "1"]
+            if broken:
+                def save_and_break(state, path):
+                    save(state, path)
+                    raise InterruptedError("after the first epoch")
+                with mock.patch.object(common.TrainState, "save", save_and_break), self.assertRaises(InterruptedError):
+                    call(ddp_launch, *options)
+            code, out, err = call(ddp_launch, *options)
+            self.assertEqual((code, "epoch 1/3" in out), (0, not broken), err)
+            weights.append(torch.load(self.path(f"{broken}.pt"), weights_only=True)["model"])
+        for key, value in weights[0].items():
+            self.assertTrue(torch.equal(value, weights[1][key]), key)
+
+    def test_without_a_file_it_starts(self):
+        code, out, err = call(ddp_launch, "--checkpoint", self.path("new.pt"), "--resume", "--epochs", "1")
+        self.assertEqual((code, err), (0, ""))
+        self.assertEqual(os.listdir(self.folder), ["new.pt"])
+
+    def test_files_that_cannot_be_resumed_are_left_as_they_are(self):
+        good = trained(*SCRIPTS["spawn"]).checkpoint
+        other_model = dict(good, model=torch.nn.Linear(2, 2).state_dict())
+        other_data = dict(good, made_with={"dataset": "MNIST", "optimizer": "adam"})
+        for content in (other_model, other_data, torch.zeros(3), {"model": good["model"]}, ("a", "b")):
+            self.refused(self.save(content))
+        with open(self.path("c.pt"), "rb") as file:
+            whole = file.read()
+        for content in (whole[:-50], b"text", pickle.dumps(Malicious(self.path("executed")))):
+            with open(self.path("c.pt"), "wb") as file:
+                file.write(content)
+            self.refused(["--checkpoint", self.path("c.pt"), "--resume"])
+        self.assertEqual(sorted(os.listdir(self.folder)), ["c.pt"])
+
+    def refused(self, options):
+        with open(self.path("c.pt"), "rb") as file:
+            before = file.read()
+        for module, more in ((ddp_launch, []), (dp_example, ["--epochs", "2"])):
+            code, out, err = call(module, *options, *more)
+            self.assertEqual((code, out, err.count("\n")), (2, "", 1), err)
+            self.assertIn(self.path("c.pt"), err)
+        with open(self.path("c.pt"), "rb") as file:
+            self.assertEqual(file.read(), before)
+
+
+class Malicious:
+    """A pickle that makes a file when it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")

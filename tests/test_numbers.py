@@ -1,0 +1,94 @@
+"""The same training, however many processes do it and whatever starts them."""
+import math
+import unittest
+
+import common  # before torch
+import torch
+from torch.utils.data.distributed import DistributedSampler
+
+from tests.helpers import launcher, options, trained
+
+ROUNDING = 2e-5  # of weights of order 1, after two epochs in float32
+
+
+def one_process(batch_size, *options):
+    return trained("ddp_launch.py", "--batch_size", str(batch_size), *options)
+
+
+class SameBitsTest(unittest.TestCase):
+    def test_spawn_and_torchrun(self):
+        spawn, torchrun = trained("ddp_spawn.py", "-g", "2"), trained(*launcher(2), "ddp_launch.py")
+        self.assertEqual(spawn.difference(torchrun), 0.0)
+        for a, b in zip(spawn.metrics, torchrun.metrics):
+            self.assertEqual({key: a[key] for key in a if key not in ("seconds", "samples_per_second")},
+                             {key: b[key] for key in b if key not in ("seconds", "samples_per_second")})
+
+    def test_run_to_run(self):
+        # `-n 1` changes nothing, but makes it another entry of the cache: another run.
+        self.assertEqual(trained("ddp_spawn.py", "-g", "2").difference(trained("ddp_spawn.py", "-n", "1", "-g", "2")), 0.0)
+
+
+class OneProcessOrSeveralTest(unittest.TestCase):
+    def assertSame(self, first, second):
+        self.assertLess(first.difference(second), ROUNDING)
+        for a, b in zip(first.metrics, second.metrics):
+            for key in ("train_loss", "valid_loss", "valid_accuracy", "test_loss", "test_accuracy"):
+                if key in a:
+                    self.assertAlmostEqual(a[key], b[key], places=5)
+
+    def test_ddp(self):
+        """Fails where gradients stay local, add up over steps, or are averaged a step too early."""
+        self.assertSame(one_process(200), trained("ddp_spawn.py", "-g", "2"))
+
+    def test_manual(self):
+        self.assertSame(one_process(200), trained("ddp_spawn.py", "-g", "2", "--grad_sync", "manual"))
+
+    def test_data_parallel(self):
+        self.assertSame(one_process(200), trained("dp_example.py", "--epochs", "2", "--batch_size", "200"))
+
+    def test_accumulation(self):
+        run = trained(*launcher(2), "ddp_launch.py", "--batch_size", "50", "--accumulation_steps", "2")
+        self.assertSame(one_process(200), run)
+
+    def test_where_nothing_divides(self):
+        """4,000 samples in three shards, micro-batches of 23, windows of 2 with a shorter last one: repeated samples
+        have no weight, and each real one has the same."""
+        options = ("--max_grad_norm", "0.5", "--optimizer", "sgd")
+        run = trained("ddp_spawn.py", "-g", "3", "--batch_size", "23", "--accumulation_steps", "2", *options)
+        self.assertSame(one_process(3 * 23 * 2, *options), run)
+
+    def test_bf16_is_near_and_not_the_same(self):
+        difference = trained("ddp_spawn.py", "-g", "2", "--precision", "bf16").difference(one_process(200))
+        self.assertTrue(ROUNDING < difference < 0.1, difference)
+
+
+class OrderTest(unittest.TestCase):
+    def test_three_epochs_have_three_orders_and_ranks_share_no_sample(self):
+        """As the scripts make the sampler (case 6)."""
+        epochs = []
+        for epoch in range(3):
+            shards = []
+            for rank in range(2):
+                sampler = DistributedSampler(range(9), num_replicas=2, rank=rank, seed=0)
+                sampler.set_epoch(epoch)
+                shards.append(list(sampler))
+            self.assertEqual(len(set(shards[0]) & set(shards[1])), 1)  # the one that is repeated
+            epochs.append(tuple(shards[0]))
+        self.assertEqual(len(set(epochs)), 3)
+
+    def test_the_scripts_train_in_another_order_in_each_epoch(self):
+        """Two epochs of two steps, repeated by hand; fails without set_epoch."""
+        result = one_process(2000, "--optimizer", "sgd", "--learning_rate", "0.1")
+        train = common.load_data(options())[0]
+        torch.manual_seed(0)
+        model = common.build_model(options(), train)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            order = torch.randperm(4000, generator=torch.Generator().manual_seed(step // 2))  # the seed plus the epoch
+            inputs, targets = train[order[2000 * (step % 2):2000 * (step % 2 + 1)]]
+            optimizer.param_groups[0]["lr"] = 0.05 * (1 + math.cos(math.pi * step / 4))
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+        for key, value in model.state_dict().items():
+            self.assertLess((value - result.weights[key]).abs().max().item(), ROUNDING)

@@ -1,0 +1,166 @@
+"""Each way to start each script: the commands of the README and of the notes, and what they print."""
+import os
+import re
+import sys
+import unittest
+
+import ddp_launch
+from tests.helpers import ROOT, FolderTest, Run, call, finish, free_port, launcher, run, start, trained, write_subj
+
+PROCESS = re.compile(r"^rank (\d+) of (\d+): host \S+, local rank (\d+), device cpu, pid (\d+)$", re.M)
+
+
+class DataParallelTest(unittest.TestCase):
+    def test_it_prints_what_the_notes_print(self):
+        code, out, err = run("dp_example.py", CUDA_VISIBLE_DEVICES="")
+        expected = "".join(f"\tIn Model: input size torch.Size([{n}, 5]) output size torch.Size([{n}, 2])\n"
+                           f"Outside: input size torch.Size([{n}, 5]) output_size torch.Size([{n}, 2])\n"
+                           for n in (30, 30, 30, 10))
+        self.assertEqual((code, out, err), (0, expected, ""))
+
+    def test_it_trains(self):
+        self.assertGreater(trained("dp_example.py", "--epochs", "2", "--batch_size", "200").metrics[-1]["test_accuracy"], 0.9)
+
+
+class LearnsTest(unittest.TestCase):
+    def check(self, result, world_size, launched=0):
+        self.assertEqual(result.metrics[-1]["world_size"], world_size)
+        self.assertGreater(result.metrics[-1]["test_accuracy"], 0.9)
+        ranks = [tuple(map(int, found)) for found in PROCESS.findall(result.out)]
+        self.assertEqual([(rank, size) for rank, size, *_ in ranks], [(r, world_size) for r in range(world_size)])
+        self.assertEqual(len({pid for *_, pid in ranks}), world_size)
+        # One process prints: each line of results once (18 in the notes), and nothing on standard error.
+        self.assertEqual([len(re.findall(f"^epoch {e}/2: ", result.out, re.M)) for e in (1, 2)], [1, 1])
+        self.assertEqual(result.out.count("test accuracy"), 1)
+        # torchrun, and not the script, may say once that numpy is missing.
+        self.assertNotIn("Warning", result.out + result.err.replace("UserWarning: Failed to initialize NumPy", "", launched))
+        self.assertNotIn("\r", result.out)  # the progress line is for terminals
+
+    def test_spawn(self):
+        result = trained("ddp_spawn.py", "-n", "1", "-g", "2")
+        self.check(result, 2)
+        self.assertEqual(result.err, "")
+        self.assertIn("backend gloo, torch ", result.out)
+
+    def test_spawn_with_one_process_and_no_visible_gpu(self):
+        """Case 11."""
+        self.check(Run("ddp_spawn.py", "-n", "1", "-g", "1", "--num_workers", "1", CUDA_VISIBLE_DEVICES=""), 1)
+
+    def test_torchrun(self):
+        self.check(trained(*launcher(2), "ddp_launch.py"), 2, launched=1)
+
+    def test_no_launcher(self):
+        result = trained("ddp_launch.py")
+        self.check(result, 1)
+        self.assertIn("backend none", result.out)
+        self.assertEqual(result.err, "")
+
+
+class OldLauncherTest(unittest.TestCase):
+    def test_local_rank_as_an_option_or_as_a_variable(self):
+        """Case 1; the second command is the notes' own, with the default data."""
+        for more in (["--use_env"], []):
+            command = [sys.executable, "-m", "torch.distributed.launch", *more, "--nproc_per_node=2",
+                       f"--master_port={free_port()}", "ddp_launch.py", "--multi_gpu", "--epochs", "1"]
+            result = Run(*command, CUDA_VISIBLE_DEVICES="0,1")
+            self.assertEqual(result.metrics[-1]["world_size"], 2)
+            self.assertEqual([found[2] for found in PROCESS.findall(result.out)], ["0", "1"])
+
+    def test_both_spellings_by_hand(self):
+        for option in ("--local_rank", "--local-rank"):
+            code, out, _ = call(ddp_launch, "--epochs", "0", option, "0")
+            self.assertEqual((code, len(PROCESS.findall(out))), (0, 1))
+
+
+class SlurmVariablesTest(unittest.TestCase):
+    def test_a_step_of_two_tasks_is_a_world_of_two(self):
+        """Case 20, with the variables that a step of Slurm has, and no others."""
+        step = {"SLURM_JOB_ID": free_port(), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0",
+                "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": free_port()}
+        tasks = [start(["ddp_launch.py"], **step, SLURM_PROCID=str(i), SLURM_LOCALID=str(i)) for i in range(2)]
+        results = [finish(task) for task in tasks]
+        self.assertEqual([code for code, _, _ in results], [0, 0], results)
+        self.assertEqual(PROCESS.findall(results[0][1])[1][:3], ("1", "2", "1"))
+        self.assertEqual(results[1][1], "")
+
+    def test_inside_a_job_but_without_a_step_it_is_alone(self):
+        job = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+        code, out, _ = call(ddp_launch, "--epochs", "0", **job)
+        self.assertEqual((code, PROCESS.findall(out)[0][:2]), (0, ("0", "1")))
+
+
+class SeveralNodesTest(FolderTest):
+    def nodes(self, port, name, **environment):
+        """Two nodes on this machine, started at once."""
+        where = [] if environment else ["--master_addr", "127.0.0.1", "--master_port", port]
+        return [start(["ddp_spawn.py", "-n", "2", "-g", "1", "-nr", str(nr), *where, "--epochs", "1", "--metrics",
+                       self.path(f"{name}-{nr}.jsonl"), "--checkpoint", self.path(f"{name}-{nr}.pt")], **environment)
+                for nr in (0, 1)]
+
+    def test_two_nodes_of_two(self):
+        """Row 1 of the notes: their formula gives ranks 2 and 3 in a world of 2."""
+        port = free_port()
+        nodes = [start(["ddp_spawn.py", "-n", "2", "-g", "2", "-nr", str(nr), "--master_addr", "127.0.0.1",
+                        "--master-port", port, "--epochs", "1"]) for nr in (1, 0)]
+        results = [finish(node) for node in nodes]
+        self.assertEqual([code for code, _, _ in results], [0, 0], results)
+        ranks = [found[:3] for found in PROCESS.findall(results[1][1])]
+        self.assertEqual(ranks, [("0", "4", "0"), ("1", "4", "1"), ("2", "4", "0"), ("3", "4", "1")])
+        self.assertEqual(results[0][1:], ("", ""))
+
+    def test_exported_addresses_keep_jobs_apart_and_one_rank_writes(self):
+        """Cases 18 and 12: two jobs of two nodes at once, each with a port of its own in the environment."""
+        pairs = [self.nodes("", f"job{job}", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port()) for job in (0, 1)]
+        for pair in pairs:
+            for node, process in enumerate(pair):
+                code, out, err = finish(process)
+                self.assertEqual(code, 0, err)
+                self.assertEqual(len(PROCESS.findall(out)), 0 if node else 2)
+        self.assertEqual(sorted(os.listdir(self.folder)), ["job0-0.jsonl", "job0-0.pt", "job1-0.jsonl", "job1-0.pt"])
+
+
+class PortsTest(unittest.TestCase):
+    def test_three_runs_at_once(self):
+        """Case 3."""
+        results = [finish(process) for process in [start(["ddp_spawn.py", "-n", "1", "-g", "2", "--epochs", "1"])
+                                                   for _ in range(3)]]
+        for code, out, err in results:
+            self.assertEqual((code, err), (0, ""))
+            self.assertEqual(len(PROCESS.findall(out)), 2)
+
+
+class SmallDataTest(FolderTest):
+    def test_fewer_rows_than_ranks_and_ranks_with_nothing(self):
+        """Case 16: training parts that leave ranks with a repeated sample only, or batches of different sizes."""
+        for rows, processes, batch in ((1, 3, 1), (5, 2, 4)):
+            with self.subTest(rows=rows):
+                write_subj(self.folder, b"one two\n" * rows, b"three\nfour\n")
+                result = Run("ddp_spawn.py", "-g", str(processes), "--batch_size", str(batch), "--dataset", "subj",
+                             "--data_root", self.folder, "--grad_sync", "manual" if rows == 5 else "ddp")
+                self.assertEqual(result.metrics[-1]["world_size"], processes)
+
+    def test_short_and_blank_lines(self):
+        """Case 14; a test part of one row, so that one rank has none."""
+        write_subj(self.folder, b"a\n\n   \nb c\nd\n\na b c d e f\n", b"a\r\n\r\nx y\nq")
+        result = Run(*launcher(2), "ddp_launch.py", "--dataset", "Subj", "--data-root", self.folder, "--batch-size", "4")
+        self.assertEqual(result.metrics[-1]["world_size"], 2)
+
+
+class EndTest(unittest.TestCase):
+    @unittest.skipUnless(os.environ.get("LONG_TESTS"), "40 runs take three minutes: LONG_TESTS=1 makes them")
+    def test_runs_end_with_exit_code_0_each_time(self):
+        """Case 17: without the right order of leaving, some runs abort after the last line."""
+        for i in range(20):
+            for command in (["ddp_spawn.py", "-g", "3"], [*launcher(3), "ddp_launch.py"]):
+                code, _, err = run(*command, "--epochs", "1")
+                self.assertEqual(code, 0, f"run {i} of {command}: {err}")
+
+
+class RecipeTest(unittest.TestCase):
+    def test_the_recipe_is_numbered_and_the_same(self):
+        recipes = []
+        for script in ("ddp_spawn.py", "ddp_launch.py"):
+            with open(os.path.join(ROOT, script)) as file:
+                recipes.append(re.findall(r"# (DDP \d): ", file.read()))
+        self.assertEqual(sorted(recipes[0]), [f"DDP {i}" for i in range(1, 10)])
+        self.assertEqual(sorted(recipes[0]), sorted(recipes[1]))
