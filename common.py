@@ -129,10 +129,10 @@ def make_parser(description: Optional[str], ddp: bool = True) -> Parser:
 def pick_device(args: Namespace, local_rank: int = 0, local_world_size: int = 1) -> tuple[torch.device, str]:
     """GPU number `local_rank` and nccl, or the CPU and gloo; raises UsageError if GPUs are asked for and not there."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if args.device == "cuda" and gpus < local_world_size:
+    on_gpu = args.device != "cpu" and gpus >= max(local_world_size, local_rank + 1)
+    if args.device == "cuda" and not on_gpu:
         raise UsageError(f"--device cuda: {gpus} GPU(s) here for {local_world_size} process(es); start one process per "
                          "GPU at the most, or use --device cpu")
-    on_gpu = args.device != "cpu" and gpus > local_rank and gpus >= local_world_size
     if not on_gpu and (args.precision == "fp16" or args.backend == "nccl"):
         raise UsageError("--precision fp16 and --backend nccl need a GPU for each process; use bf16 and gloo on CPUs")
     backend = args.backend if args.backend != "auto" else "nccl" if on_gpu else "gloo"
@@ -186,9 +186,7 @@ class Sentences(Rows):
 
 def load_data(args: Namespace) -> tuple[Dataset, Dataset, Dataset]:
     """Training, validation and test part, equal on every rank, as only files and --seed decide.
-
-    For your own data, return three map-style data sets of (input, class number).
-    """
+    For your own data, return three map-style data sets of (input, class number)."""
     generator = torch.Generator().manual_seed(args.seed)
     if args.dataset == "synthetic":  # ten Gaussian clusters in 20 dimensions
         targets = torch.randint(10, (5500,), generator=generator)
@@ -333,8 +331,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-# DDP would broadcast the buffers (BatchNorm's statistics) in each forward; average_buffers does it once an epoch.
-# torch 2.13 renamed the option.
+# DDP would broadcast buffers in each forward; average_buffers does it once an epoch. torch 2.13 renamed the option.
 NO_BUFFER_SYNC = {"forward_sync_buffers" if "forward_sync_buffers" in DDP.__init__.__code__.co_varnames
                   else "broadcast_buffers": False}
 
@@ -675,6 +672,8 @@ def report_processes(local_rank: int, device: torch.device, args: Namespace) -> 
         print(f"backend {dist.get_backend() if dist.is_initialized() else 'none'}, torch {torch.__version__}, "
               f"{torch.get_num_threads()} threads per process, "
               f"global batch {args.batch_size * len(lines) * args.accumulation_steps}", flush=True)
+        if device.type == "cpu" and args.device == "auto" and torch.cuda.is_available():
+            print("on the CPU, as there are fewer GPUs than processes on this node", flush=True)
 
 
 def write_metrics(path: Optional[str], lines: Sequence[dict[str, Any]], mode: str = "a") -> None:

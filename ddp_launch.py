@@ -14,6 +14,7 @@ import os
 import re
 from argparse import Namespace
 from datetime import timedelta
+from typing import Optional, Tuple
 
 import common  # before torch: see there
 import torch
@@ -22,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data.distributed import DistributedSampler
 
 
-def launched_ranks(args: Namespace):
+def launched_ranks(args: Namespace) -> Optional[Tuple[int, int, int, int]]:
     """(rank, local_rank, world_size, local_world_size) from a launcher's variables, or None without a launcher."""
     env = os.environ
     try:
@@ -48,6 +49,27 @@ def launched_ranks(args: Namespace):
     except (KeyError, ValueError, TypeError, IndexError) as error:
         raise common.UsageError("the launcher's variables RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
                                 f"do not fit together ({error!r}): unset them, or start with torchrun") from None
+
+
+def worker(ranks: Optional[Tuple[int, int, int, int]], args: Namespace) -> None:
+    """The process that this is: one of several, or without `ranks` the only one."""
+    # DDP 1: which of all processes this is, which of its node's, and how many there are.
+    rank, local_rank, world_size, local_world_size = ranks or (0, args.local_rank or 0, 1, 1)
+    # DDP 2: the device by local rank; the rank would name a GPU that a second node does not have.
+    device, backend = common.pick_device(args, local_rank, local_world_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    data = common.load_data(args)
+    if rank == 0:
+        common.check_files(args, data)
+    # DDP 3: join the others, through the address and port that the launcher has put into the environment.
+    timeout = timedelta(seconds=args.timeout)
+    if ranks:
+        dist.init_process_group(backend, init_method="env://", rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        train(rank, local_rank, world_size, device, data, args)
+    finally:
+        leave()
 
 
 def train(rank: int, local_rank: int, world_size: int, device: torch.device, data: tuple, args: Namespace) -> None:
@@ -93,6 +115,15 @@ def train(rank: int, local_rank: int, world_size: int, device: torch.device, dat
         common.log_test(args, state, test_loss, test_accuracy)
 
 
+def leave() -> None:
+    """End the process group; to be called when `train` has returned or failed."""
+    # DDP 9: leave, once the wrapper is gone. Its reducer holds the group, whose threads would outlive the interpreter
+    # and abort it. It went with train's variables, except that it is in cycles, which only the collector breaks.
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def main() -> None:
     parser = common.make_parser(__doc__)
     parser.add_argument("--local_rank", type=common.COUNT_OR_NONE, metavar="N",
@@ -103,28 +134,7 @@ def main() -> None:
     if args.multi_gpu and ranks is None:
         raise common.UsageError("--multi_gpu needs a launcher, which starts the processes: "
                                 "torchrun --nproc_per_node=2 ddp_launch.py --multi_gpu ...")
-
-    # DDP 1: which of all processes this is, which of its node's, and how many there are.
-    rank, local_rank, world_size, local_world_size = ranks or (0, args.local_rank or 0, 1, 1)
-    # DDP 2: the device by local rank; the rank would name a GPU that a second node does not have.
-    device, backend = common.pick_device(args, local_rank, local_world_size)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    data = common.load_data(args)
-    if rank == 0:
-        common.check_files(args, data)
-    # DDP 3: join the others, through the address and port that the launcher has put into the environment.
-    if ranks:
-        dist.init_process_group(backend, init_method="env://", rank=rank, world_size=world_size,
-                                timeout=timedelta(seconds=args.timeout))
-    try:
-        train(rank, local_rank, world_size, device, data, args)
-    finally:
-        # DDP 9: leave. First the wrapper must be gone (it went with train's variables, and cycles need the collector):
-        # it holds the group, whose threads would outlive the interpreter and abort it.
-        gc.collect()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    worker(ranks, args)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,25 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data.distributed import DistributedSampler
 
 
+def worker(local_rank: int, args: Namespace, address: str, port: int) -> None:
+    """Process number `local_rank` of this node."""
+    # DDP 1: which of all processes this is, which of its node's, and how many there are.
+    rank, world_size, local_world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus, args.gpus
+    # DDP 2: the device by local rank; the rank would name a GPU that a second node does not have.
+    device, backend = common.pick_device(args, local_rank, local_world_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    data = common.load_data(args)
+    # DDP 3: join the others, through the store that node 0's parent process keeps at this address and port.
+    timeout = timedelta(seconds=args.timeout)
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        train(rank, local_rank, world_size, device, data, args)
+    finally:
+        leave()
+
+
 def train(rank: int, local_rank: int, world_size: int, device: torch.device, data: tuple, args: Namespace) -> None:
     """What every process does, each with its own part of the data."""
     is_main = rank == 0  # of the whole world: on several nodes, each has a local rank 0
@@ -62,26 +81,12 @@ def train(rank: int, local_rank: int, world_size: int, device: torch.device, dat
         common.log_test(args, state, test_loss, test_accuracy)
 
 
-def worker(local_rank: int, args: Namespace, address: str, port: int) -> None:
-    """Process number `local_rank` of this node."""
-    # DDP 1: which of all processes this is, which of its node's, and how many there are.
-    rank, world_size, local_world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus, args.gpus
-    # DDP 2: the device by local rank; the rank would name a GPU that a second node does not have.
-    device, backend = common.pick_device(args, local_rank, local_world_size)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    data = common.load_data(args)
-    # DDP 3: join the others, through the store that node 0's parent process keeps at this address and port.
-    timeout = timedelta(seconds=args.timeout)
-    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size,
-                            timeout=timeout)
-    try:
-        train(rank, local_rank, world_size, device, data, args)
-    finally:
-        # DDP 9: leave. First the wrapper must be gone (it went with train's variables, and cycles need the collector):
-        # it holds the group, whose threads would outlive the interpreter and abort it.
-        gc.collect()
+def leave() -> None:
+    """End the process group; to be called when `train` has returned or failed."""
+    # DDP 9: leave, once the wrapper is gone. Its reducer holds the group, whose threads would outlive the interpreter
+    # and abort it. It went with train's variables, except that it is in cycles, which only the collector breaks.
+    gc.collect()
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -1,10 +1,14 @@
 """Each way to start each script: the commands of the README and of the notes, and what they print."""
+import contextlib
+import inspect
 import os
 import re
+import subprocess
 import sys
 import unittest
 
 import ddp_launch
+import ddp_spawn
 from tests.helpers import ROOT, FolderTest, Run, call, finish, free_port, launcher, run, start, trained, write_subj
 
 PROCESS = re.compile(r"^rank (\d+) of (\d+): host \S+, local rank (\d+), device cpu, pid (\d+)$", re.M)
@@ -162,5 +166,26 @@ class RecipeTest(unittest.TestCase):
         for script in ("ddp_spawn.py", "ddp_launch.py"):
             with open(os.path.join(ROOT, script)) as file:
                 recipes.append(re.findall(r"# (DDP \d): ", file.read()))
-        self.assertEqual(sorted(recipes[0]), [f"DDP {i}" for i in range(1, 10)])
-        self.assertEqual(sorted(recipes[0]), sorted(recipes[1]))
+        self.assertEqual(recipes, 2 * [[f"DDP {i}" for i in range(1, 10)]])
+
+    def test_the_two_scripts_train_with_the_same_lines(self):
+        train = [inspect.getsource(function) for module in (ddp_spawn, ddp_launch)
+                 for function in (module.train, module.leave)]
+        self.assertEqual(train[:2], train[2:])
+
+
+class ProgressTest(unittest.TestCase):
+    def test_a_terminal_shows_a_line_that_is_updated_in_place(self):
+        master, terminal = os.openpty()
+        process = subprocess.Popen([sys.executable, "dp_example.py", "--epochs", "1", "--batch_size", "1"], cwd=ROOT,
+                                   stdout=terminal, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        os.close(terminal)
+        out = b""
+        with contextlib.suppress(OSError):  # a terminal that nobody has open any more ends like this
+            while chunk := os.read(master, 4096):
+                out += chunk
+        self.assertEqual((process.wait(60), process.stderr.read()), (0, b""))
+        process.stderr.close()
+        os.close(master)
+        self.assertRegex(out, rb"\repoch 1, batch \d+/4000, loss \d+\.\d+ ")
+        self.assertIn(b"\r\x1b[Kepoch 1/1: train loss", out)
