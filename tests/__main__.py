@@ -1,4 +1,4 @@
-"""python -m tests [test_numbers ...]: run the tests; the last line counts them, and the exit code is 1 if one failed."""
+"""python -m tests [test_numbers ...]: run the tests. The last line counts them; the exit code is 1 if any failed."""
 import os
 import sys
 import time

@@ -60,10 +60,10 @@ def run(*command, timeout=150, **environment):
 class Run:
     """A training run that ended with exit code 0: what it printed, its metrics and its checkpoint."""
 
-    def __init__(self, *command, **environment):
+    def __init__(self, *command, timeout=150, **environment):
         with tempfile.TemporaryDirectory() as folder:
             files = ["--checkpoint", os.path.join(folder, "c.pt"), "--metrics", os.path.join(folder, "m.jsonl")]
-            code, self.out, self.err = run(*command, *files, **environment)
+            code, self.out, self.err = run(*command, *files, timeout=timeout, **environment)
             if code:
                 raise AssertionError(f"{command} ended with {code}\n{self.out}\n{self.err}")
             self.files = sorted(os.listdir(folder))
@@ -88,7 +88,7 @@ def trained(*command):
 
 
 def call(module, *options, **environment):
-    """Call a script's main() here: (exit code, standard output, standard error). For what ends before a process starts."""
+    """Call a script's main() in this process: (exit code, standard output, standard error)."""
     out, err = io.StringIO(), io.StringIO()
     saved_argv, saved_environment = sys.argv, dict(os.environ)
     for name in LAUNCHER_VARIABLES:

@@ -2,6 +2,7 @@
 
 Every input follows from the rank, so that the tests can work out the right result by hand.
 """
+import copy
 import gc
 import os
 import sys
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data.distributed import DistributedSampler
 
 warnings.simplefilter("error")
 
@@ -42,7 +44,7 @@ def reduce_mean_cases(rank, world_size):
     yield "float16", common.reduce_mean(torch.tensor([60000.0, 1.0], dtype=torch.float16))
     yield "bfloat16", common.reduce_mean(torch.tensor([256.0, 1.0 + rank], dtype=torch.bfloat16))
     yield "non-contiguous", common.reduce_mean((torch.arange(6.0).view(2, 3) + rank).t())
-    yield "large and small", common.reduce_mean(torch.tensor(1e8 if rank == 0 else 1.0))
+    yield "large and small", common.reduce_mean(torch.tensor(2.0 ** 24 if rank == 0 else 1.0))
     yield "empty", common.reduce_mean(torch.zeros(0, 2))
     value = torch.arange(3.0) + rank
     common.reduce_mean(value, nprocs=world_size)
@@ -99,7 +101,7 @@ def average_gradients_cases(rank, world_size):
     yield "non-contiguous", parameter.grad.clone()
     yield "non-contiguous in place", grad is parameter.grad
 
-    model = nn.ModuleList([nn.EmbeddingBag(4, 2, mode="sum", sparse=True), nn.EmbeddingBag(4, 2, mode="sum", sparse=True)])
+    model = nn.ModuleList(nn.EmbeddingBag(4, 2, mode="sum", sparse=True) for _ in range(2))
     model[0](torch.tensor([[rank, 3, 3]])).sum().backward()
     if rank == 0:
         model[1](torch.tensor([[1]])).sum().backward()
@@ -145,6 +147,31 @@ def evaluate_cases(rank, world_size):
         yield f"{samples} samples", (loss, accuracy, len(count.bytes))
 
 
+def training_cases(rank, world_size):
+    """Weights after two epochs on so few rows that ranks have batches of different sizes, or a repeated row only.
+
+    One process does what two and three would do together, with the whole batch."""
+    torch.manual_seed(0)
+    inputs, targets, start = torch.randn(17, 4), torch.randint(3, (17,)), nn.Linear(4, 3)
+    for rows in (1, 2, 3, 5, 17):
+        data = common.Rows(inputs[:rows], targets[:rows])
+        for size in (1, 4):
+            for grad_sync in ("ddp", "manual") if world_size > 1 else ("2", "3"):
+                model = copy.deepcopy(start)
+                options = ["--optimizer", "sgd", "--accumulation_steps", "2", "--epochs", "2"]
+                if world_size > 1:
+                    options += ["--grad_sync", grad_sync, "--batch_size", str(size)]
+                    model = DDP(model) if grad_sync == "ddp" else model
+                else:
+                    options += ["--batch_size", str(size * int(grad_sync))]
+                args = common.make_parser(None).parse_args(options)
+                sampler = DistributedSampler(data, num_replicas=world_size, rank=rank, seed=0)
+                loader = common.make_loader(data, sampler, args, torch.device("cpu"))
+                state = common.TrainState(model, args, len(loader))
+                losses = [common.train_one_epoch(model, loader, state, args)["train_loss"] for _ in range(2)]
+                yield f"{rows} rows, {size} each, {grad_sync}", (common.unwrap(model).weight.detach(), losses)
+
+
 def buffers(rank, world_size):
     norm = nn.BatchNorm1d(2)
     norm.running_mean += rank
@@ -157,7 +184,7 @@ def main(folder):
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, world_size = common.rank_and_world_size()
     results = {}
-    for cases in (reduce_mean_cases, average_gradients_cases, evaluate_cases, buffers):
+    for cases in (reduce_mean_cases, average_gradients_cases, evaluate_cases, training_cases, buffers):
         results[cases.__name__] = dict(cases(rank, world_size))
     torch.save(results, f"{folder}/{rank}.pt")
     if dist.is_initialized():

@@ -58,7 +58,8 @@ class ResumeTest(FolderTest):
     def test_each_script_goes_on_from_the_others_files(self):
         """Case 5. Files of two epochs; the third is another script's. dp_example.py and one process run here."""
         resumes = {"dp": lambda *more: call(dp_example, "--batch_size", "200", *more),
-                   "launch": lambda *more: call(ddp_launch, *more), "spawn": lambda *more: run("ddp_spawn.py", "-g", "2", *more)}
+                   "launch": lambda *more: call(ddp_launch, *more),
+                   "spawn": lambda *more: run("ddp_spawn.py", "-g", "2", *more)}
         for writer, command in SCRIPTS.items():
             for reader in set(resumes) - {writer}:
                 with self.subTest(writer=writer, reader=reader):

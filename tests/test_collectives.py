@@ -50,7 +50,7 @@ class ReduceMeanTest(CollectivesTest):
             self.assertEqual(found["non-contiguous"].shape, (3, 2))
             self.assertEqual(found["count"].shape, ())
             self.assertEqual(found["empty"].shape, (0, 2))
-            expected = torch.tensor((1e8 + world_size - 1) / world_size, dtype=torch.float64).float()
+            expected = torch.tensor((2 ** 24 + world_size - 1) / world_size, dtype=torch.float64).float()
             self.equal(found["large and small"], torch.float32, expected.item())
 
     def test_ranks_may_differ_in_type(self):
@@ -170,6 +170,21 @@ class EvaluateTest(CollectivesTest):
     def test_batch_norm_statistics_are_the_mean_of_the_ranks(self):
         for world_size, _, found in self.each("buffers"):
             self.equal(found["running mean"], torch.float32, *[(world_size - 1) / 2] * 2)
+
+
+class TrainingTest(CollectivesTest):
+    def test_ranks_stay_equal_and_do_what_one_process_does(self):
+        """Case 16: also where the rows do not divide, and where a rank has none of its own."""
+        alone = results(1)[0]["training_cases"]
+        for world_size, _, found in self.each("training_cases"):
+            first = results(world_size)[0]["training_cases"]
+            self.assertEqual(len(found), 20)
+            for name, (weight, losses) in found.items():
+                self.assertTrue(torch.equal(weight, first[name][0]), name)
+                expected, expected_losses = alone[f"{name.rsplit(' ', 1)[0]} {world_size}"]
+                self.assertLess((weight - expected).abs().max().item(), 1e-6, name)
+                for loss, expected_loss in zip(losses, expected_losses):
+                    self.assertAlmostEqual(loss, expected_loss, places=6, msg=name)
 
 
 class UnwrapTest(unittest.TestCase):

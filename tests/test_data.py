@@ -85,7 +85,8 @@ class MnistTest(FolderTest):
                 self.assertEqual((images.dtype, labels.dtype), (torch.uint8, torch.int64))
                 self.assertEqual(images.shape, (len(part), 1, 28, 28))
                 self.assertTrue((images == 25 * labels.view(-1, 1, 1, 1)).all())
-            self.assertEqual(sorted(torch.cat([train.tensors[1], valid.tensors[1]]).tolist()), sorted(i % 10 for i in range(31)))
+            both = torch.cat([train.tensors[1], valid.tensors[1]]).tolist()
+            self.assertEqual(sorted(both), sorted(i % 10 for i in range(31)))
 
     @needs_data
     def test_real_files(self):
@@ -104,7 +105,8 @@ class PartsTest(unittest.TestCase):
 
     def test_a_batch_is_one_look_up_and_the_same_as_its_samples(self):
         data = common.load_data(options())[0]
-        with mock.patch.object(common.Rows, "__getitems__", autospec=True, side_effect=common.Rows.__getitems__) as look_up:
+        original = common.Rows.__getitems__
+        with mock.patch.object(common.Rows, "__getitems__", autospec=True, side_effect=original) as look_up:
             batches = list(common.make_loader(data, range(0, 250), options(), torch.device("cpu")))
         self.assertEqual((len(batches), look_up.call_count), (3, 3))
         plain = DataLoader([data[i] for i in range(250)], batch_size=100)
@@ -188,8 +190,8 @@ class DownloadTest(FolderTest):
             with Server({"/archive": b"no archive", "/other": archive({"readme": b"x"})}) as server:
                 urls = [server.url + "/none", "http://127.0.0.1:1/closed", "nonsense"]
                 for url in urls + [server.url + "/archive", server.url + "/other"] * (dataset == "Subj"):
-                    code, _, err = call(dp_example, "--epochs", "1", "--dataset", dataset, "--data_root", self.path("d"),
-                                        "--download", **{variable: url})
+                    command = ["--epochs", "1", "--dataset", dataset, "--data_root", self.path("d"), "--download"]
+                    code, _, err = call(dp_example, *command, **{variable: url})
                     self.assertEqual((code, err.count("\n")), (2, 1), err)
                     self.assertIn(variable, err)
 

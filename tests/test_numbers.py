@@ -6,7 +6,7 @@ import common  # before torch
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
-from tests.helpers import launcher, options, trained
+from tests.helpers import FolderTest, Run, launcher, options, trained, write_mnist
 
 ROUNDING = 2e-5  # of weights of order 1, after two epochs in float32
 
@@ -24,8 +24,8 @@ class SameBitsTest(unittest.TestCase):
                              {key: b[key] for key in b if key not in ("seconds", "samples_per_second")})
 
     def test_run_to_run(self):
-        # `-n 1` changes nothing, but makes it another entry of the cache: another run.
-        self.assertEqual(trained("ddp_spawn.py", "-g", "2").difference(trained("ddp_spawn.py", "-n", "1", "-g", "2")), 0.0)
+        again = trained("ddp_spawn.py", "-n", "1", "-g", "2")  # with `-n 1`, to be another entry of the cache
+        self.assertEqual(trained("ddp_spawn.py", "-g", "2").difference(again), 0.0)
 
 
 class OneProcessOrSeveralTest(unittest.TestCase):
@@ -60,6 +60,24 @@ class OneProcessOrSeveralTest(unittest.TestCase):
     def test_bf16_is_near_and_not_the_same(self):
         difference = trained("ddp_spawn.py", "-g", "2", "--precision", "bf16").difference(one_process(200))
         self.assertTrue(ROUNDING < difference < 0.1, difference)
+
+
+class BatchNormTest(FolderTest):
+    def test_the_model_that_is_saved_has_the_statistics_of_all_ranks(self):
+        """One step of 9 images on each of two ranks: the statistics move a tenth of the way to each rank's own."""
+        write_mnist(self.folder, 20, 2)
+        given = ["--dataset", "MNIST", "--data_root", self.folder, "--batch_size", "9", "--epochs", "1"]
+        found = Run("ddp_spawn.py", "-g", "2", *given).weights["layers.1.running_mean"]
+        train = common.load_data(options(*given))[0]
+        torch.manual_seed(0)
+        first = common.build_model(options(*given), train).layers[0]
+        order = torch.randperm(18, generator=torch.Generator().manual_seed(0))
+        means = []
+        for rank in range(2):
+            images = train[order[rank::2]][0]
+            means.append(first((images.float() / 255 - 0.1307) / 0.3081).mean((0, 2, 3)))
+        self.assertGreater((means[0] - means[1]).abs().max().item(), 0.01)
+        torch.testing.assert_close(found, 0.1 * (means[0] + means[1]).detach() / 2, atol=1e-5, rtol=1e-4)
 
 
 class OrderTest(unittest.TestCase):
