@@ -95,8 +95,8 @@ class OrderTest(unittest.TestCase):
         self.assertEqual(len(set(epochs)), 3)
 
     def test_the_scripts_train_in_another_order_in_each_epoch(self):
-        """Two epochs of two steps, repeated by hand; fails without set_epoch."""
-        result = one_process(2000, "--optimizer", "sgd", "--learning_rate", "0.1")
+        """Two epochs of two steps, repeated by hand: order, clearing and clipping of gradients, learning rates."""
+        result = one_process(2000, "--optimizer", "sgd", "--learning_rate", "0.1", "--max_grad_norm", "0.5")
         train = common.load_data(options())[0]
         torch.manual_seed(0)
         model = common.build_model(options(), train)
@@ -107,6 +107,10 @@ class OrderTest(unittest.TestCase):
             optimizer.param_groups[0]["lr"] = 0.05 * (1 + math.cos(math.pi * step / 4))
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+            norm = math.sqrt(sum(p.grad.double().pow(2).sum().item() for p in model.parameters()))
+            self.assertGreater(norm, 0.5)
+            for parameter in model.parameters():
+                parameter.grad *= 0.5 / norm
             optimizer.step()
         for key, value in model.state_dict().items():
             self.assertLess((value - result.weights[key]).abs().max().item(), ROUNDING)
