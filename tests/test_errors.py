@@ -1,7 +1,6 @@
 """The user's mistakes: exit code 2, one line that says what is wrong and what to do, nothing started."""
 import gzip
 import os
-import unittest
 from unittest import mock
 
 import common  # before torch
@@ -10,7 +9,7 @@ import torch
 import ddp_launch
 import ddp_spawn
 import dp_example
-from tests.helpers import FolderTest, call, free_port, idx, launcher, run, socket, write_mnist, write_subj
+from tests.helpers import FolderTest, call, idx, launcher, run, socket, write_mnist, write_subj
 
 
 class ErrorTest(FolderTest):
