@@ -21,7 +21,6 @@ import tempfile
 import time
 import urllib.request
 import warnings
-import zlib
 from argparse import Namespace
 from collections import Counter
 from typing import IO, Any, Callable, Iterator, Optional, Sequence
@@ -46,9 +45,10 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except UsageError as error:
-        # Every process of a node finds the same mistake; the first of them says so.
-        if not os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")).strip("0").isdecimal():
-            print(f"{os.path.basename(sys.argv[0])}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        # All processes of a node find the same mistake. The others let the first say so; then the launcher ends them.
+        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")).strip("0").isdecimal():
+            time.sleep(5)
+        print(f"{os.path.basename(sys.argv[0])}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
@@ -168,13 +168,12 @@ class Rows(TensorDataset):
 
 
 class Sentences(Rows):
-    """Sentences of any length, as token ids; a batch [n, longest] is padded with 0 to its longest sentence."""
+    """Sentences of any length, as token ids in one row; a batch is padded with 0 to [n, its longest sentence]."""
 
     def __init__(self, sentences: Sequence[Sequence[int]], targets: Tensor, num_tokens: int) -> None:
         lengths = torch.tensor([len(sentence) for sentence in sentences])
         super().__init__(1 + lengths.cumsum(0) - lengths, lengths, targets)
-        # One row, whatever the longest sentence is; at its start a 0, which all padding points to.
-        self.tokens = torch.tensor([0] + [token for sentence in sentences for token in sentence])
+        self.tokens = torch.tensor([0] + [token for sentence in sentences for token in sentence])  # padding is the 0
         self.num_tokens = num_tokens
 
     def __getitem__(self, index: Any) -> tuple[Tensor, ...]:
@@ -254,7 +253,7 @@ def read_file(path: str, what: str) -> bytes:
     try:
         with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
             return file.read()
-    except (OSError, EOFError, zlib.error) as error:
+    except Exception as error:  # of the file system, or of gzip
         raise UsageError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): {what} is expected "
                          "there; set --data_root, or fetch it, with --download for instance") from None
 
@@ -295,6 +294,8 @@ def download(dataset: str, folder: str, timeout: float) -> None:
 def make_loader(dataset: Dataset, sampler: Any, args: Namespace, device: torch.device) -> DataLoader:
     """Batches of the samples that `sampler` (any sized iterable of indices) names."""
     return DataLoader(dataset, args.batch_size, sampler=sampler, num_workers=args.num_workers,
+                      # Processes of mp.spawn would spawn their workers, which import torch again in every epoch.
+                      multiprocessing_context="fork" if args.num_workers and sys.platform == "linux" else None,
                       collate_fn=getattr(dataset, "collate_fn", None), pin_memory=device.type == "cuda")
 
 
@@ -497,9 +498,8 @@ def train_one_epoch(model: nn.Module, loader: DataLoader, state: TrainState, arg
                 average_gradients(model)  # after backward: before it, there are only the gradients of the last step
             state.optimizer_step(args.max_grad_norm)
         if show_progress and time.monotonic() > shown + 0.5:
-            mean = losses.detach().mean().item()  # waits for the device, twice a second at most
-            print(f"\repoch {state.epoch + 1}, batch {i + 1}/{len(loader)}, loss {mean:.4f} ", end="", flush=True)
-            shown = time.monotonic()
+            shown, loss = time.monotonic(), losses.mean().item()  # waits for the device, twice a second at most
+            print(f"\repoch {state.epoch + 1}, batch {i + 1}/{len(loader)}, loss {loss:.4f} ", end="", flush=True)
     if show_progress:
         print("\r\033[K", end="", flush=True)
     if dist.is_initialized():
