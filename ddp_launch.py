@@ -46,7 +46,7 @@ def launched_ranks(args: Namespace) -> Optional[Tuple[int, int, int, int]]:
             raise ValueError(f"rank {ranks[0]} of {ranks[2]}, local rank {ranks[1]} of {ranks[3]}")
         env["MASTER_ADDR"]
         return ranks
-    except (KeyError, ValueError, TypeError, IndexError) as error:
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise common.UsageError("the launcher's variables RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
                                 f"do not fit together ({error!r}): unset them, or start with torchrun") from None
 
