@@ -54,7 +54,7 @@ def run(main: Callable[[], None]) -> None:
 
 # ---- Options ---------------------------------------------------------------------------------------
 DATASETS = ("synthetic", "MNIST", "Subj")
-LEARNING_RATES = {"adam": 0.002, "sgd": 0.05}
+LEARNING_RATES = {"adam": 0.005, "sgd": 0.05}
 
 
 class Parser(argparse.ArgumentParser):

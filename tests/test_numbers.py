@@ -58,7 +58,7 @@ class OneProcessOrSeveralTest(unittest.TestCase):
         self.assertSame(one_process(3 * 23 * 2, *options), run)
 
     def test_bf16_is_near_and_not_the_same(self):
-        difference = trained("ddp_spawn.py", "-g", "2", "--precision", "bf16").difference(one_process(200))
+        difference = one_process(200, "--precision", "bf16").difference(one_process(200))
         self.assertTrue(ROUNDING < difference < 0.1, difference)
 
 

@@ -136,12 +136,6 @@ class PortsTest(unittest.TestCase):
 
 
 class SmallDataTest(FolderTest):
-    def test_one_row_for_three_processes(self):
-        """Case 16, from the command line; tests/test_collectives.py has the other sizes."""
-        write_subj(self.folder, b"one two\n", b"three\nfour\n")
-        result = Run("ddp_spawn.py", "-g", "3", "--dataset", "subj", "--data_root", self.folder)
-        self.assertEqual(result.metrics[-1]["world_size"], 3)
-
     def test_short_and_blank_lines(self):
         """Case 14; a test part of one row, so that one rank has none."""
         write_subj(self.folder, b"a\n\n   \nb c\nd\n\na b c d e f\n", b"a\r\n\r\nx y\nq")
