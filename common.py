@@ -6,24 +6,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import gzip
-import hashlib
 import io
+import itertools
 import json
 import math
 import os
 import re
 import socket
 import sys
-import tarfile
 import tempfile
+import threading
 import time
-import urllib.request
 import warnings
 from argparse import Namespace
 from collections import Counter
 from typing import IO, Any, Callable, Iterator, Optional, Sequence
+
+PARENT = os.getppid()  # the launcher, if there is one; early, as it could be gone by the time that torch is imported
 
 with warnings.catch_warnings():  # imported without numpy, which nothing here needs, torch warns
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
@@ -48,8 +48,52 @@ def run(main: Callable[[], None]) -> None:
         # All processes of a node find the same mistake. The others let the first say so; then the launcher ends them.
         if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")).strip("0").isdecimal():
             time.sleep(5)
-        print(f"{os.path.basename(sys.argv[0])}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        say(f"error: {error}")
         sys.exit(2)
+
+
+def say(text: str) -> None:
+    """Print one line on standard error, which may be gone."""
+    with contextlib.suppress(OSError):
+        print(f"{os.path.basename(sys.argv[0])}: {' '.join(text.split())}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def joining(rank: int, world_size: int, address: str, port: int, timeout: float) -> Iterator[None]:
+    """Around what joins the others at address:port: it says after 4 s what it waits for, and gives up after `timeout`.
+    Torch's own limits start anew for each of several waits, and gloo's is five times as long."""
+    where, limit = f"rank {rank} of {world_size} at {address}:{port}", f"{timeout:g} s at most (--timeout)"
+    alone = (f"{where} waited in vain, {limit}: start all ranks, and see what they print; where a host's name stands "
+             "for 127.0.1.1, set GLOO_SOCKET_IFNAME to the network interface")
+    timers = (threading.Timer(4, say, [f"{where} waits for the others, {limit}"]),
+              threading.Timer(timeout + 1, lambda: (say(f"error: {alone}"), os._exit(1))))
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    except RuntimeError as error:
+        if re.search("EADDRINUSE|address already in use", str(error), re.I):
+            raise UsageError(f"port {port} is taken: choose another one, in MASTER_PORT") from None
+        raise ConnectionError(f"{alone} ({str(error).splitlines()[0]})") from None
+    finally:
+        for timer in timers:
+            timer.cancel()
+
+
+def end_with(parent: int) -> None:
+    """End this process when the one that started it is gone: a launcher that was killed cannot do that itself."""
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def let_the_first_speak(error: Optional[BaseException], timeout: float) -> None:
+    """Wait if `error` is a lost connection: the launcher ends all when one rank has ended, and reports that one."""
+    if isinstance(error, RuntimeError) and re.match("(?is)(?!.*timed out).*(gloo|nccl|connection)", str(error)):
+        time.sleep(min(5, timeout / 2))
 
 
 # ---- Options ---------------------------------------------------------------------------------------
@@ -58,19 +102,15 @@ LEARNING_RATES = {"adam": 0.005, "sgd": 0.05}
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes --long_names with dashes too, and reports a mistake as a UsageError, in one line."""
+    """Takes --long_names with dashes too, names each default, and reports a mistake as a UsageError, in one line."""
 
     def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+        if settings.get("default") not in (None, argparse.SUPPRESS):
+            settings["help"] += " (default: %(default)s)"
         return super().add_argument(*names, *[name.replace("_", "-") for name in names if "_" in name], **settings)
 
     def error(self, message: str) -> Any:
         raise UsageError(f"{message} (--help lists the options)")
-
-    def parse_args(self, *given: Any) -> Any:
-        args = super().parse_args(*given)
-        if args.resume and not args.checkpoint:
-            self.error("--resume needs --checkpoint FILE, the file to go on from")
-        return args
 
 
 def number(kind: Callable[[str], Any], low: float, high: float = 2**31 - 1) -> Callable[[str], Any]:
@@ -90,33 +130,27 @@ def make_parser(description: Optional[str], ddp: bool = True) -> Parser:
     """The options of all three scripts; `ddp` adds those that need several processes."""
     parser = Parser(description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--dataset", type=lambda text: {name.lower(): name for name in DATASETS}.get(text.lower(), text),
-        choices=DATASETS, default="synthetic", help="(default: %(default)s)")
-    add("--data_root", default="data", metavar="DIR", help="holds MNIST/raw and Subj (default: %(default)s)")
-    add("--download", action="store_true", help="fetch missing files, once per node, checked against a checksum; from "
-        "the folder MNIST_URL or the archive SUBJ_URL, if these variables are set (default: off)")
-    add("--epochs", type=COUNT_OR_NONE, default=2, metavar="N", help="over the training data (default: %(default)s)")
-    add("--batch_size", type=COUNT, default=100, metavar="N", help=f"samples per step{' and process' * ddp} "
-        "(default: %(default)s)")
-    add("--learning_rate", type=POSITIVE, metavar="LR", help="at the start; falls to 0 along a half cosine (default: "
+    names = {name.lower(): name for name in DATASETS}
+    add("--dataset", type=lambda text: names.get(text.lower(), text), choices=DATASETS, default="synthetic",
+        help="in upper or lower case")
+    add("--data_root", default="data", metavar="DIR", help="holds MNIST/raw and Subj")
+    add("--download", action="store_true", help="fetch missing files, once per node, and check them; the variables "
+        "MNIST_URL and SUBJ_URL may name the folder and the archive to fetch from (default: off)")
+    add("--epochs", type=COUNT_OR_NONE, default=2, metavar="N", help="over the training data")
+    add("--batch_size", type=COUNT, default=100, metavar="N", help=f"samples per step{' and process' * ddp}")
+    add("--learning_rate", type=POSITIVE, metavar="LR", help="falls to 0 along a half cosine (default: "
         f"{LEARNING_RATES['adam']} for adam, {LEARNING_RATES['sgd']} for sgd)")
-    add("--optimizer", choices=tuple(LEARNING_RATES), default="adam", help="(default: %(default)s)")
-    add("--num_workers", type=COUNT_OR_NONE, default=0, metavar="N", help="data-loading processes per training process "
-        "(default: %(default)s)")
-    add("--seed", type=COUNT_OR_NONE, default=0, metavar="N", help="of split, weights and order (default: %(default)s)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto",
-        help="auto: GPUs if each process of the node can have one, else the CPU (default: %(default)s)")
+    add("--optimizer", choices=tuple(LEARNING_RATES), default="adam", help="SGD has a momentum of 0.9")
+    add("--num_workers", type=COUNT_OR_NONE, default=0, metavar="N", help="data-loading processes per training process")
+    add("--seed", type=COUNT_OR_NONE, default=0, metavar="N", help="of split, weights and order")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs, if each process can have one")
     if ddp:
-        add("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="auto: nccl on GPUs, gloo on CPUs "
-            "(default: %(default)s)")
-        add("--grad_sync", choices=("ddp", "manual"), default="ddp",
-            help="manual: no DDP wrapper, average_gradients(model) after each backward (default: %(default)s)")
-    add("--timeout", type=POSITIVE, default=600, metavar="SECONDS", help="how long to wait, for other ranks or for a "
-        "download, before giving up with an error (default: %(default)s seconds)")
-    add("--accumulation_steps", type=COUNT, default=1, metavar="N", help="micro-batches of --batch_size per optimizer "
-        "step (default: %(default)s)")
-    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="autocast; fp16 scales the loss and "
-        "needs a GPU (default: %(default)s)")
+        add("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="auto: nccl on GPUs, gloo on CPUs")
+        add("--grad_sync", choices=("ddp", "manual"), default="ddp", help="manual: average_gradients, no DDP wrapper")
+    add("--timeout", type=POSITIVE, default=600, metavar="SECONDS",
+        help="how many seconds to wait for other ranks, a download or a data-loading process, before an error")
+    add("--accumulation_steps", type=COUNT, default=1, metavar="N", help="micro-batches of --batch_size per step")
+    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="autocast; fp16 needs a GPU")
     add("--max_grad_norm", type=POSITIVE, metavar="X", help="clip the norm of the averaged gradients (default: off)")
     add("--checkpoint", metavar="FILE", help="written after every epoch (default: none)")
     add("--resume", action="store_true", help="go on from --checkpoint if that file exists (default: off)")
@@ -131,8 +165,8 @@ def pick_device(args: Namespace, local_rank: int = 0, local_world_size: int = 1)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     on_gpu = args.device != "cpu" and gpus >= max(local_world_size, local_rank + 1)
     if args.device == "cuda" and not on_gpu:
-        raise UsageError(f"--device cuda: {gpus} GPU(s) here for {local_world_size} process(es); start one process per "
-                         "GPU at the most, or use --device cpu")
+        raise UsageError(f"--device cuda: {gpus} GPU(s) here for {local_world_size} process(es); start fewer, or use "
+                         "--device cpu")
     if not on_gpu and (args.precision == "fp16" or args.backend == "nccl"):
         raise UsageError("--precision fp16 and --backend nccl need a GPU for each process; use bf16 and gloo on CPUs")
     backend = args.backend if args.backend != "auto" else "nccl" if on_gpu else "gloo"
@@ -140,20 +174,6 @@ def pick_device(args: Namespace, local_rank: int = 0, local_world_size: int = 1)
 
 
 # ---- Data ------------------------------------------------------------------------------------------
-SOURCES = {"MNIST": "https://ossci-datasets.s3.amazonaws.com/mnist",
-           "Subj": "https://www.cs.cornell.edu/people/pabo/movie-review-data/rotten_imdb.tar.gz"}
-# SHA-256: for MNIST of the .gz files, for Subj of the lines, each ended by one newline, as copies differ in that.
-CHECKSUMS = {"MNIST": {
-    "train-images-idx3-ubyte": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
-    "train-labels-idx1-ubyte": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-    "t10k-images-idx3-ubyte": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-    "t10k-labels-idx1-ubyte": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-}, "Subj": {
-    "plot.tok.gt9.5000": "5ddc9b44dc60d64d651347fcd7bdd489b0c70661e3f768215c16eea36f51204a",
-    "quote.tok.gt9.5000": "73a2dcf8dc3cbcc7f068a70ef9f021c86b2a8e4dac81566b7fd015b3e938f2c5",
-}}
-
-
 class Rows(TensorDataset):
     """Samples in memory: inputs [n, ...] and targets [n] int64."""
 
@@ -163,24 +183,16 @@ class Rows(TensorDataset):
 
     @staticmethod
     def collate_fn(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Nothing is left to do after `__getitems__`."""
         return batch
 
 
 class Sentences(Rows):
-    """Sentences of any length, as token ids in one row; a batch is padded with 0 to [n, its longest sentence]."""
+    """Token ids [n, longest sentence] and targets [n], padded with 0; a batch is cut to its own longest sentence."""
 
-    def __init__(self, sentences: Sequence[Sequence[int]], targets: Tensor, num_tokens: int) -> None:
-        lengths = torch.tensor([len(sentence) for sentence in sentences])
-        super().__init__(1 + lengths.cumsum(0) - lengths, lengths, targets)
-        self.tokens = torch.tensor([0] + [token for sentence in sentences for token in sentence])  # padding is the 0
-        self.num_tokens = num_tokens
-
-    def __getitem__(self, index: Any) -> tuple[Tensor, ...]:
-        starts, lengths, targets = super().__getitem__(index)
-        columns = torch.arange(max(1, int(lengths.max())))
-        positions = torch.where(columns < lengths.unsqueeze(-1), starts.unsqueeze(-1) + columns, 0)
-        return self.tokens[positions], targets
+    @staticmethod
+    def collate_fn(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        tokens, targets = batch
+        return tokens[:, :max(1, int(tokens.any(0).sum()))], targets
 
 
 def load_data(args: Namespace) -> tuple[Dataset, Dataset, Dataset]:
@@ -193,7 +205,8 @@ def load_data(args: Namespace) -> tuple[Dataset, Dataset, Dataset]:
         return tuple(Rows(inputs[a:b], targets[a:b]) for a, b in ((0, 4000), (4000, 4500), (4500, 5500)))
     folder = os.path.join(args.data_root, *("MNIST", "raw") if args.dataset == "MNIST" else ("Subj",))
     if args.download:
-        download(args.dataset, folder, args.timeout)
+        import download
+        download.fetch(args.dataset, folder, args.timeout)
     return load_mnist(folder, generator) if args.dataset == "MNIST" else load_subj(folder, generator)
 
 
@@ -227,7 +240,7 @@ def load_subj(folder: str, generator: torch.Generator) -> tuple[Sentences, Sente
     """Objective (0) and subjective (1) sentences, 80/10/10. Source: Pang and Lee, ACL 2004."""
     sentences: list[list[bytes]] = []
     targets: list[int] = []
-    for target, name in enumerate(CHECKSUMS["Subj"]):
+    for target, name in enumerate(("plot.tok.gt9.5000", "quote.tok.gt9.5000")):
         what = "text of the subjectivity data set, one sentence a line,"
         content = read_file(os.path.join(folder, name), what)
         # Words stay bytes: no encoding to get wrong (it is windows-1252), no 0x85 that would end a line once decoded.
@@ -243,9 +256,9 @@ def load_subj(folder: str, generator: torch.Generator) -> tuple[Sentences, Sente
     # From the training part alone, by frequency and then by the word: walking a set differs from process to process.
     counts = Counter(word for i in parts[0] for word in sentences[i])
     ids = {word: 1 + i for i, word in enumerate(sorted(counts, key=lambda word: (-counts[word], word)))}
-    train, valid, test = (Sentences([[ids[word] for word in sentences[i] if word in ids] for i in part],
-                                    torch.tensor([targets[i] for i in part]), 1 + len(ids)) for part in parts)
-    return train, valid, test
+    rows = [torch.tensor([ids[word] for word in words if word in ids], dtype=torch.int64) for words in sentences]
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return tuple(Sentences(tokens[part], torch.tensor(targets)[part]) for part in parts)
 
 
 def read_file(path: str, what: str) -> bytes:
@@ -258,45 +271,17 @@ def read_file(path: str, what: str) -> bytes:
                          "there; set --data_root, or fetch it, with --download for instance") from None
 
 
-def download(dataset: str, folder: str, timeout: float) -> None:
-    """Fetch the missing files of `dataset` into `folder`, each whole and checked or not at all."""
-    variable, deadline = f"{dataset.upper()}_URL", time.monotonic() + timeout
-    source = os.environ.get(variable, SOURCES[dataset])
-    with contextlib.ExitStack() as stack:
-        try:
-            os.makedirs(folder, exist_ok=True)
-            lock = os.open(folder, os.O_RDONLY)
-            stack.callback(os.close, lock)
-            while True:  # one process of a node fetches; the others then find the files there
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"another process has been downloading for {timeout:g} s (--timeout)")
-                time.sleep(0.1)
-            for name, checksum in CHECKSUMS[dataset].items():
-                path = os.path.join(folder, name)
-                if os.path.exists(path) or os.path.exists(path + ".gz"):
-                    continue
-                url = source if dataset == "Subj" else f"{source}/{name}.gz"
-                content = urllib.request.urlopen(url, timeout=timeout).read()
-                if dataset == "Subj":
-                    with tarfile.open(fileobj=io.BytesIO(content)) as tar:  # one file is read, none is unpacked
-                        content = b"".join(line + b"\n" for line in tar.extractfile(name).read().splitlines())
-                if hashlib.sha256(content).hexdigest() != checksum:
-                    raise ValueError(f"{name} from {url} has a wrong checksum and was thrown away")
-                replace_file(path if dataset == "Subj" else path + ".gz", lambda file: file.write(content))
-        except Exception as error:  # of the network, the archive or the file system
-            raise UsageError(f"--download: {type(error).__name__}: {error}; put the files into {folder} by hand, "
-                             f"or name another source in {variable}") from None
-
-
 def make_loader(dataset: Dataset, sampler: Any, args: Namespace, device: torch.device) -> DataLoader:
     """Batches of the samples that `sampler` (any sized iterable of indices) names."""
-    return DataLoader(dataset, args.batch_size, sampler=sampler, num_workers=args.num_workers,
-                      # Processes of mp.spawn would spawn their workers, which import torch again in every epoch.
-                      multiprocessing_context="fork" if args.num_workers and sys.platform == "linux" else None,
-                      collate_fn=getattr(dataset, "collate_fn", None), pin_memory=device.type == "cuda")
+    workers = args.num_workers > 0
+    return DataLoader(dataset, args.batch_size, sampler=sampler, collate_fn=getattr(dataset, "collate_fn", None),
+                      pin_memory=device.type == "cuda", num_workers=args.num_workers, timeout=workers * args.timeout,
+                      # Processes of mp.spawn would spawn their workers, which import torch again.
+                      multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+                      # Not forked anew in each epoch, while threads of the last one end: that hangs now and then. And
+                      # seeded apart, so that whether they are started now or not does not change dropout.
+                      persistent_workers=workers,
+                      generator=torch.Generator().manual_seed(args.seed + rank_and_world_size()[0]))
 
 
 # ---- Models ----------------------------------------------------------------------------------------
@@ -319,9 +304,9 @@ def build_model(args: Namespace, train: Dataset) -> nn.Module:
     if args.dataset == "MNIST":
         return ConvNet()
     if args.dataset == "Subj":  # the mean of the words' embeddings, without the padding, and a linear layer
-        model = nn.Sequential(nn.EmbeddingBag(train.num_tokens, 256, mode="mean", padding_idx=0), nn.Linear(256, 2))
-        nn.init.normal_(model[0].weight, 0, 0.1)
-        return model
+        words = nn.EmbeddingBag(int(train.tensors[0].max()) + 1, 256, mode="mean", padding_idx=0)
+        nn.init.normal_(words.weight, 0, 0.1)
+        return nn.Sequential(words, nn.Linear(256, 2))
     return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
@@ -347,9 +332,8 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def comm_device() -> torch.device:
-    """Where a tensor must lie for the process group to take it."""
-    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    """Where a tensor must lie for the process group to take it: for nccl on the current GPU."""
+    return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
 
 
 def reduce_mean(value: Any, nprocs: Optional[int] = None) -> Tensor:
@@ -378,20 +362,11 @@ def gradient_buckets(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, int,
         if parameter.requires_grad:
             kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
     for parameters in kinds.values():
-        limit = BUCKET_BYTES // max(4, parameters[0].element_size())  # half precision travels as float32
-        bucket, room = [], limit
-        for parameter in parameters:
-            start = 0
-            while start < parameter.numel():
-                end = min(start + room, parameter.numel())
-                bucket.append((parameter, start, end))
-                room -= end - start
-                start = end
-                if room == 0:
-                    yield bucket
-                    bucket, room = [], limit
-        if bucket:
-            yield bucket
+        size = BUCKET_BYTES // max(4, parameters[0].element_size())  # half precision travels as float32
+        starts = [0, *itertools.accumulate(parameter.numel() for parameter in parameters)]  # of each, all in one row
+        for at in range(0, starts[-1], size):
+            yield [(parameter, max(0, at - start), min(parameter.numel(), at + size - start))
+                   for parameter, start in zip(parameters, starts) if at - parameter.numel() < start < at + size]
 
 
 @torch.no_grad()
@@ -406,7 +381,7 @@ def average_gradients(model: nn.Module) -> None:
     if world_size == 1:
         return
     dense: dict[nn.Parameter, Tensor] = {}  # each gradient as one row: a view of it, if it is dense and contiguous
-    flying = None
+    flying: list[Any] = []
     for bucket in gradient_buckets(model):
         for parameter in [parameter for parameter, start, _ in bucket if start == 0]:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -417,12 +392,11 @@ def average_gradients(model: nn.Module) -> None:
         flags = [flag for p, _, _ in bucket for flag in (p.grad is not None, p.grad is not None and p.grad.is_sparse)]
         flat = torch.cat([dense[p][start:end].to(dtype) for p, start, end in bucket] +
                          [torch.tensor(flags, dtype=dtype, device=bucket[0][0].device)])
-        work = dist.all_reduce(flat, async_op=True)
-        if flying:  # while this bucket travels, the one before is unpacked and the next is packed
-            put_means(*flying, dense, world_size)
-        flying = work, bucket, flat
-    if flying:
-        put_means(*flying, dense, world_size)
+        flying.append((dist.all_reduce(flat, async_op=True), bucket, flat))
+        if len(flying) == 2:  # while this bucket travels, the one before is unpacked and the next is packed
+            put_means(*flying.pop(0), dense, world_size)
+    for last in flying:
+        put_means(*last, dense, world_size)
 
 
 def put_means(work: Any, bucket: list, flat: Tensor, dense: dict[nn.Parameter, Tensor], world_size: int) -> None:
@@ -452,30 +426,32 @@ def average_buffers(model: nn.Module) -> None:
             buffer.copy_(reduce_mean(buffer))
 
 
-def gather_text(text: str, size: int = 200) -> list[str]:
-    """The `text` of every rank, by rank, cut to `size` bytes. As bytes, not objects: nothing is unpickled."""
+def gather_text(text: str) -> list[str]:
+    """The `text` of every rank, by rank, cut to 200 bytes. As bytes, not objects: nothing is unpickled."""
     if not dist.is_initialized():
         return [text]
-    row = torch.tensor(list(text.encode()[:size].ljust(size)), dtype=torch.uint8, device=comm_device())
+    row = torch.tensor(list(text.encode()[:200].ljust(200)), dtype=torch.uint8, device=comm_device())
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
     return [bytes(row.tolist()).decode(errors="ignore").rstrip() for row in rows]
 
 
 # ---- The two loops ---------------------------------------------------------------------------------
+def autocast(args: Namespace, device: torch.device) -> torch.autocast:
+    """The context for a forward in --precision."""
+    dtype = torch.float16 if args.precision == "fp16" else torch.bfloat16
+    return torch.autocast(device.type, dtype, enabled=args.precision != "fp32")
+
+
 def train_one_epoch(model: nn.Module, loader: DataLoader, state: TrainState, args: Namespace) -> dict[str, float]:
     """Train on this rank's shard; returns train_loss, samples_per_second and seconds of all ranks together.
 
-    The loader's DistributedSampler gives a rank every world_size-th sample, and repeats some to make the shards even.
-    Each real sample gets the weight 1 / (samples of all ranks in this step), a repeated one none: gradients and loss
-    are those of one process with the whole batch, also where the data does not divide.
+    DistributedSampler gives a rank every world_size-th sample, and repeats some to make the shards even. Each real one
+    gets the weight 1 / (samples of all ranks in this step), a repeated one none: as with one process and whole batches.
     """
-    rank, world_size = rank_and_world_size()
-    device = next(model.parameters()).device
+    (rank, world_size), device = rank_and_world_size(), next(model.parameters()).device
     samples, batch_size = len(loader.dataset), args.batch_size
     per_step = batch_size * world_size * args.accumulation_steps
-    autocast = torch.autocast(device.type, torch.float16 if args.precision == "fp16" else torch.bfloat16,
-                              enabled=args.precision != "fp32")
     show_progress, shown = rank == 0 and sys.stdout.isatty(), time.monotonic()
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     started = time.perf_counter()
@@ -488,7 +464,7 @@ def train_one_epoch(model: nn.Module, loader: DataLoader, state: TrainState, arg
         # DDP communicates in backward; before the last micro-batch of a step that would be wasted.
         quiet = isinstance(model, DDP) and not ends_step
         with model.no_sync() if quiet else contextlib.nullcontext():
-            with autocast:
+            with autocast(args, device):
                 losses = F.cross_entropy(model(inputs), targets, reduction="none")[:real]
             loss = losses.sum() * (world_size / in_this_step)  # DDP divides by the world size
             state.scaler.scale(loss).backward()
@@ -504,8 +480,7 @@ def train_one_epoch(model: nn.Module, loader: DataLoader, state: TrainState, arg
         print("\r\033[K", end="", flush=True)
     if dist.is_initialized():
         dist.all_reduce(loss_sum)
-    train_loss = loss_sum.item() / samples
-    seconds = time.perf_counter() - started
+    train_loss, seconds = loss_sum.item() / samples, time.perf_counter() - started
     return {"train_loss": train_loss, "samples_per_second": samples / seconds, "seconds": seconds}
 
 
@@ -513,9 +488,8 @@ def train_one_epoch(model: nn.Module, loader: DataLoader, state: TrainState, arg
 def evaluate(model: nn.Module, loader: DataLoader) -> tuple[float, float]:
     """Mean loss and accuracy (0 to 1) over all samples of all ranks' loaders; these may differ in length."""
     model = unwrap(model)  # a forward of DDP may communicate, and would wait for ranks that have no batch left
-    was_training = model.training
+    was_training, device = model.training, next(model.parameters()).device
     model.eval()
-    device = next(model.parameters()).device
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, hits, samples
     for inputs, targets in loader:
         inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
@@ -534,8 +508,6 @@ def evaluate(model: nn.Module, loader: DataLoader) -> tuple[float, float]:
 class TrainState:
     """All that training changes, and so all that a checkpoint holds. `batches` is per epoch and rank."""
 
-    PLAIN = ("made_with", "epoch", "best_accuracy", "best_epoch", "best_model", "history")
-
     def __init__(self, model: nn.Module, args: Namespace, batches: int) -> None:
         self.model = model
         kind, more = (torch.optim.Adam, {}) if args.optimizer == "adam" else (torch.optim.SGD, {"momentum": 0.9})
@@ -550,6 +522,7 @@ class TrainState:
         scaler = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)  # it moved in torch 2.3
         self.scaler = scaler(enabled=args.precision == "fp16")
         self.made_with = {"dataset": args.dataset, "optimizer": args.optimizer}  # to be the same in a resume
+        self.world_size = rank_and_world_size()[1]
         self.epoch = self.best_epoch = 0  # epochs are counted as they are done
         self.best_accuracy, self.best_model = -1.0, None
         self.history: list[dict[str, Any]] = []  # the lines of --metrics
@@ -577,21 +550,24 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers, strings, lists and dicts only, so that weights_only=True can read it."""
-        return {**{name: getattr(self, name) for name in self.PLAIN}, "model": unwrap(self.model).state_dict(),
-                **{name: getattr(self, name).state_dict() for name in ("optimizer", "scheduler", "scaler")}}
+        return {name: value.state_dict() if hasattr(value, "state_dict") else value
+                for name, value in {**vars(self), "model": unwrap(self.model)}.items()}
 
     def save(self, path: Optional[str]) -> None:
         """Write a checkpoint, on rank 0 of the world alone; do nothing without a path."""
-        if path is not None:
-            replace_file(path, lambda file: torch.save(self.state_dict(), file))
+        try:
+            if path is not None:
+                replace_file(path, lambda file: torch.save(self.state_dict(), file))
+        except (OSError, RuntimeError) as error:
+            while error.__context__ and not isinstance(error, OSError):  # torch's "unexpected pos" hides the disk's own
+                error = error.__context__
+            raise OSError(f"--checkpoint {path} could not be written ({error}); what was there before is whole: make "
+                          "room, and go on with --resume") from None
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
-        unwrap(self.model).load_state_dict(content["model"])
-        for name in ("optimizer", "scheduler", "scaler"):
-            getattr(self, name).load_state_dict(content[name])
-        for name in self.PLAIN:
-            setattr(self, name, content[name])
+        for name, value in {**vars(self), "model": unwrap(self.model)}.items():
+            value.load_state_dict(content[name]) if hasattr(value, "state_dict") else setattr(self, name, content[name])
 
 
 def replace_file(path: str, write: Callable[[IO[bytes]], Any]) -> None:
@@ -604,10 +580,9 @@ def replace_file(path: str, write: Callable[[IO[bytes]], Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    finally:
         with contextlib.suppress(OSError):
             os.remove(temporary)
-        raise
 
 
 def read_checkpoint(path: str, content: bytes, state: TrainState) -> dict[str, Any]:
@@ -630,7 +605,7 @@ def read_checkpoint(path: str, content: bytes, state: TrainState) -> dict[str, A
                          "name another file, or start without --resume") from None
 
 
-def resume(args: Namespace, state: TrainState) -> None:
+def resume(args: Namespace, state: TrainState, loader: DataLoader) -> None:
     """Go on from --checkpoint if it exists. Rank 0 alone reads it, so no shared file system is needed."""
     rank, world_size = rank_and_world_size()
     content = bytearray()
@@ -638,13 +613,27 @@ def resume(args: Namespace, state: TrainState) -> None:
         with open(args.checkpoint, "rb") as file:
             content += file.read()
     size = round(reduce_mean(len(content)).item() * world_size)  # the other ranks have 0 bytes
-    if size and world_size > 1:
+    if not size:
+        return
+    if world_size > 1:
         content = content or bytearray(size)
         received = torch.frombuffer(content, dtype=torch.uint8).to(comm_device())
         dist.broadcast(received, src=0)
         torch.frombuffer(content, dtype=torch.uint8).copy_(received)
-    if size:
-        state.load_state_dict(read_checkpoint(args.checkpoint, content, state))
+    state.load_state_dict(read_checkpoint(args.checkpoint, content, state))
+    if rank == 0 and state.world_size != world_size:
+        print(f"{world_size} process(es) go on from a checkpoint of {state.world_size}: the result will not be "
+              "bit-identical to that of a run that was not interrupted", flush=True)
+    state.world_size = world_size
+    if isinstance(state.model, DDP):
+        # After its first backward DDP puts the gradients into other buckets, in which three ranks or more sum them in
+        # another order. A run that goes on has them from its first step, by one backward that changes nothing else.
+        device = next(state.model.parameters()).device
+        inputs, targets = next(iter(loader))
+        with autocast(args, device):
+            loss = F.cross_entropy(state.model.eval()(inputs.to(device)), targets.to(device))
+        loss.backward()
+        state.optimizer.zero_grad()
 
 
 def check_files(args: Namespace, data: Sequence[Dataset]) -> None:
@@ -653,13 +642,16 @@ def check_files(args: Namespace, data: Sequence[Dataset]) -> None:
         try:
             if path:
                 tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))).close()
-                if os.path.isdir(path) or os.path.exists(path) and not os.access(path, os.W_OK):
-                    raise OSError("not a file that may be written")
+                if os.path.isdir(path) or os.path.exists(path) and not os.access(path, os.R_OK | os.W_OK):
+                    raise OSError("not a file that may be read and written")
         except OSError as error:
-            raise UsageError(f"{option} {path}: cannot write there ({error.strerror or error}); "
-                             "name a file in a folder that exists and is writable") from None
-    if args.resume:
-        resume(args, TrainState(build_model(args, data[0]), args, batches=1))
+            raise UsageError(f"{option} {path}: cannot write there ({error.strerror or error}); name a file in a folder"
+                             " that exists and is writable") from None
+    if args.resume and not args.checkpoint:
+        raise UsageError("--resume needs --checkpoint FILE, the file to go on from")
+    if args.resume and os.path.exists(args.checkpoint):
+        with open(args.checkpoint, "rb") as file:
+            read_checkpoint(args.checkpoint, file.read(), TrainState(build_model(args, data[0]), args, batches=1))
 
 
 def report_processes(local_rank: int, device: torch.device, args: Namespace) -> None:
@@ -676,24 +668,19 @@ def report_processes(local_rank: int, device: torch.device, args: Namespace) -> 
             print("on the CPU, as there are fewer GPUs than processes on this node", flush=True)
 
 
-def write_metrics(path: Optional[str], lines: Sequence[dict[str, Any]], mode: str = "a") -> None:
-    """One JSON object a line. For rank 0 of the world alone; does nothing without a path."""
-    if path:
-        with open(path, mode, encoding="utf-8") as file:
-            for line in lines:  # JSON has no nan
-                file.write(json.dumps({k: v if math.isfinite(v) else None for k, v in line.items()}) + "\n")
-
-
-def log_epoch(args: Namespace, state: TrainState) -> None:
-    """Print and write the figures of the epoch that has ended."""
-    line = state.history[-1]
-    print("epoch {}/{}: train loss {train_loss:.4f}, valid loss {valid_loss:.4f}, valid accuracy {valid_accuracy:.2%}, "
-          "{samples_per_second:.0f} samples/s".format(state.epoch, args.epochs, **line), flush=True)
-    write_metrics(args.metrics, [line])
-
-
-def log_test(args: Namespace, state: TrainState, loss: float, accuracy: float) -> None:
-    """Print and write the result."""
-    print(f"test loss {loss:.4f}, test accuracy {accuracy:.2%}, weights of epoch {state.best_epoch}", flush=True)
-    world_size = rank_and_world_size()[1]
-    write_metrics(args.metrics, [{"test_loss": loss, "test_accuracy": accuracy, "world_size": world_size}])
+def log(args: Namespace, state: TrainState, *test: float) -> None:
+    """Print the figures of the epoch that has ended, or of the test (loss and accuracy), and write all to --metrics."""
+    lines = list(state.history)
+    if test:
+        print("test loss {:.4f}, test accuracy {:.2%}, weights of epoch {}".format(*test, state.best_epoch), flush=True)
+        lines.append({"test_loss": test[0], "test_accuracy": test[1], "world_size": state.world_size})
+    else:
+        epoch = ("epoch {}/{}: train loss {train_loss:.4f}, valid loss {valid_loss:.4f}, valid accuracy "
+                 "{valid_accuracy:.2%}, {samples_per_second:.0f} samples/s")
+        print(epoch.format(state.epoch, args.epochs, **lines[-1]), flush=True)
+    if args.metrics:
+        lines = [{k: v if math.isfinite(v) else None for k, v in line.items()} for line in lines]  # JSON has no nan
+        try:
+            replace_file(args.metrics, lambda file: file.writelines(f"{json.dumps(line)}\n".encode() for line in lines))
+        except OSError as error:  # the training is worth more, and the next epoch writes these lines too
+            say(f"--metrics {args.metrics} could not be written ({error.strerror}); the training goes on")

@@ -12,25 +12,29 @@
 import gc
 import os
 import re
+import signal
+import sys
+import traceback
 from argparse import Namespace
 from datetime import timedelta
-from typing import Optional, Tuple
 
+if __name__ in ("__main__", "__mp_main__"):  # Ctrl-C ends every process at once, without tracebacks; files stay whole
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 import common  # before torch: see there
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data.distributed import DistributedSampler
 
 
-def launched_ranks(args: Namespace) -> Optional[Tuple[int, int, int, int]]:
-    """(rank, local_rank, world_size, local_world_size) from a launcher's variables, or None without a launcher."""
+def launched_ranks(args: Namespace) -> tuple:
+    """(rank, local_rank, world_size, local_world_size) from a launcher's variables; () without one."""
     env = os.environ
     try:
         if "RANK" in env and "WORLD_SIZE" in env:
-            local_rank = int(env.get("LOCAL_RANK", args.local_rank))
-            local_world_size = int(env.get("LOCAL_WORLD_SIZE", local_rank + 1))
-            ranks = int(env["RANK"]), local_rank, int(env["WORLD_SIZE"]), local_world_size
+            local = int(env.get("LOCAL_RANK", args.local_rank))
+            ranks = int(env["RANK"]), local, int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", local + 1))
         # The variables of a step. A job has SLURM_NTASKS too, but what is started in it without srun is alone.
         elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
             # "2(x3),1" is 2, 2, 2, 1; the list "node[07-09,12]" begins with node07.
@@ -41,18 +45,20 @@ def launched_ranks(args: Namespace) -> Optional[Tuple[int, int, int, int]]:
             env.setdefault("MASTER_ADDR", "".join(re.match(r"([^,\[]+)\[?(\d*)", env["SLURM_STEP_NODELIST"]).groups()))
             env.setdefault("MASTER_PORT", str(15000 + int(env["SLURM_JOB_ID"]) % 15000))
         else:
-            return None
-        if not 0 <= ranks[0] < ranks[2] or not 0 <= ranks[1] < ranks[3] or not 0 < int(env["MASTER_PORT"]) < 65536:
+            return ()
+        port_fits = env["MASTER_ADDR"] and 0 < int(env["MASTER_PORT"]) < 65536
+        if not port_fits or not 0 <= ranks[0] < ranks[2] or not 0 <= ranks[1] < ranks[3]:
             raise ValueError(f"rank {ranks[0]} of {ranks[2]}, local rank {ranks[1]} of {ranks[3]}")
-        env["MASTER_ADDR"]
         return ranks
     except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise common.UsageError("the launcher's variables RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
                                 f"do not fit together ({error!r}): unset them, or start with torchrun") from None
 
 
-def worker(ranks: Optional[Tuple[int, int, int, int]], args: Namespace) -> None:
+def worker(ranks: tuple, args: Namespace) -> None:
     """The process that this is: one of several, or without `ranks` the only one."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        common.end_with(common.PARENT)
     # DDP 1: which of all processes this is, which of its node's, and how many there are.
     rank, local_rank, world_size, local_world_size = ranks or (0, args.local_rank or 0, 1, 1)
     # DDP 2: the device by local rank; the rank would name a GPU that a second node does not have.
@@ -65,11 +71,15 @@ def worker(ranks: Optional[Tuple[int, int, int, int]], args: Namespace) -> None:
     # DDP 3: join the others, through the address and port that the launcher has put into the environment.
     timeout = timedelta(seconds=args.timeout)
     if ranks:
-        dist.init_process_group(backend, init_method="env://", rank=rank, world_size=world_size, timeout=timeout)
+        with common.joining(rank, world_size, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], args.timeout):
+            store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
+            if world_size == local_world_size:  # one that torchrun restarts must not find what the last one left there
+                store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         train(rank, local_rank, world_size, device, data, args)
     finally:
-        leave()
+        leave(args.timeout)
 
 
 def train(rank: int, local_rank: int, world_size: int, device: torch.device, data: tuple, args: Namespace) -> None:
@@ -93,9 +103,7 @@ def train(rank: int, local_rank: int, world_size: int, device: torch.device, dat
 
     state = common.TrainState(model, args, len(train_loader))
     if args.resume:
-        common.resume(args, state)
-    if is_main:
-        common.write_metrics(args.metrics, state.history, "w")  # of the epochs before a resume
+        common.resume(args, state, train_loader)
     for epoch in range(state.epoch, args.epochs):
         sampler.set_epoch(epoch)  # DDP 6: without it, every epoch has the same order
         # Other random numbers (dropout) on each rank, and such as a resumed run will have again.
@@ -105,37 +113,38 @@ def train(rank: int, local_rank: int, world_size: int, device: torch.device, dat
         common.average_buffers(model)
         state.end_epoch(figures, *common.evaluate(model, valid_loader))
         if is_main:  # DDP 8: one process prints and writes
-            common.log_epoch(args, state)
+            common.log(args, state)
             state.save(args.checkpoint)
 
     if state.best_model:
         common.unwrap(model).load_state_dict(state.best_model)
     test_loss, test_accuracy = common.evaluate(model, test_loader)
     if is_main:
-        common.log_test(args, state, test_loss, test_accuracy)
+        common.log(args, state, test_loss, test_accuracy)
 
 
-def leave() -> None:
+def leave(timeout: float) -> None:
     """End the process group; to be called when `train` has returned or failed."""
     # DDP 9: leave, once the wrapper is gone. Its reducer holds the group, whose threads would outlive the interpreter
-    # and abort it. It went with train's variables, except that it is in cycles, which only the collector breaks.
+    # and abort it. It is in cycles, which only the collector breaks, and in the frames of a traceback, if there is one.
+    error = sys.exc_info()[1]
+    traceback.clear_frames(error and error.__traceback__)
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+    common.let_the_first_speak(error, timeout)
 
 
 def main() -> None:
     parser = common.make_parser(__doc__)
-    parser.add_argument("--local_rank", type=common.COUNT_OR_NONE, metavar="N",
-                        help="as torch.distributed.launch passes it; the variable LOCAL_RANK goes first (default: 0)")
+    parser.add_argument("--local_rank", type=common.COUNT_OR_NONE, metavar="N", help="without LOCAL_RANK (default: 0)")
     parser.add_argument("--multi_gpu", action="store_true", help="refuse to start without a launcher (default: off)")
     args = parser.parse_args()
     ranks = launched_ranks(args)
-    if args.multi_gpu and ranks is None:
-        raise common.UsageError("--multi_gpu needs a launcher, which starts the processes: "
-                                "torchrun --nproc_per_node=2 ddp_launch.py --multi_gpu ...")
+    if args.multi_gpu and not ranks:
+        raise common.UsageError("--multi_gpu needs torchrun --nproc_per_node=2 ddp_launch.py --multi_gpu, for instance")
     worker(ranks, args)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    record(common.run)(main)  # leaves the traceback for torchrun, to print it last

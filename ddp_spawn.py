@@ -8,9 +8,15 @@
 """
 import gc
 import os
+import signal
+import socket
+import sys
+import traceback
 from argparse import Namespace
 from datetime import timedelta
 
+if __name__ in ("__main__", "__mp_main__"):  # Ctrl-C ends every process at once, without tracebacks; files stay whole
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 import common  # before torch: see there
 import torch
 import torch.distributed as dist
@@ -21,6 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 def worker(local_rank: int, args: Namespace, address: str, port: int) -> None:
     """Process number `local_rank` of this node."""
+    common.end_with(mp.parent_process().pid)
     # DDP 1: which of all processes this is, which of its node's, and how many there are.
     rank, world_size, local_world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus, args.gpus
     # DDP 2: the device by local rank; the rank would name a GPU that a second node does not have.
@@ -30,12 +37,13 @@ def worker(local_rank: int, args: Namespace, address: str, port: int) -> None:
     data = common.load_data(args)
     # DDP 3: join the others, through the store that node 0's parent process keeps at this address and port.
     timeout = timedelta(seconds=args.timeout)
-    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    with common.joining(rank, world_size, address, port, args.timeout):
+        store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         train(rank, local_rank, world_size, device, data, args)
     finally:
-        leave()
+        leave(args.timeout)
 
 
 def train(rank: int, local_rank: int, world_size: int, device: torch.device, data: tuple, args: Namespace) -> None:
@@ -59,9 +67,7 @@ def train(rank: int, local_rank: int, world_size: int, device: torch.device, dat
 
     state = common.TrainState(model, args, len(train_loader))
     if args.resume:
-        common.resume(args, state)
-    if is_main:
-        common.write_metrics(args.metrics, state.history, "w")  # of the epochs before a resume
+        common.resume(args, state, train_loader)
     for epoch in range(state.epoch, args.epochs):
         sampler.set_epoch(epoch)  # DDP 6: without it, every epoch has the same order
         # Other random numbers (dropout) on each rank, and such as a resumed run will have again.
@@ -71,34 +77,37 @@ def train(rank: int, local_rank: int, world_size: int, device: torch.device, dat
         common.average_buffers(model)
         state.end_epoch(figures, *common.evaluate(model, valid_loader))
         if is_main:  # DDP 8: one process prints and writes
-            common.log_epoch(args, state)
+            common.log(args, state)
             state.save(args.checkpoint)
 
     if state.best_model:
         common.unwrap(model).load_state_dict(state.best_model)
     test_loss, test_accuracy = common.evaluate(model, test_loader)
     if is_main:
-        common.log_test(args, state, test_loss, test_accuracy)
+        common.log(args, state, test_loss, test_accuracy)
 
 
-def leave() -> None:
+def leave(timeout: float) -> None:
     """End the process group; to be called when `train` has returned or failed."""
     # DDP 9: leave, once the wrapper is gone. Its reducer holds the group, whose threads would outlive the interpreter
-    # and abort it. It went with train's variables, except that it is in cycles, which only the collector breaks.
+    # and abort it. It is in cycles, which only the collector breaks, and in the frames of a traceback, if there is one.
+    error = sys.exc_info()[1]
+    traceback.clear_frames(error and error.__traceback__)
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+    common.let_the_first_speak(error, timeout)
 
 
 def main() -> None:
     parser = common.make_parser(__doc__)
     parser.add_argument("-n", "--nodes", type=common.COUNT, default=1, metavar="N",
-                        help="machines (default: %(default)s)")
+                        help="machines")
     parser.add_argument("-g", "--gpus", type=common.COUNT, default=1, metavar="N",
-                        help="processes on each machine, one per GPU where there are GPUs (default: %(default)s)")
+                        help="processes on each machine, one per GPU where there are GPUs")
     parser.add_argument("-nr", "--nr", type=common.COUNT_OR_NONE, default=0, metavar="N",
-                        help="node rank: the number of this machine, from 0 (default: %(default)s)")
-    parser.add_argument("--master_addr", metavar="HOST", default=os.environ.get("MASTER_ADDR"),
+                        help="node rank: the number of this machine, from 0")
+    parser.add_argument("--master_addr", metavar="HOST",
                         help="address of machine 0 (default: MASTER_ADDR; not needed for one machine)")
     parser.add_argument("--master_port", metavar="PORT", type=common.number(int, 1, 65535),
                         help="a port that is free there (default: MASTER_PORT; for one machine any free port)")
@@ -107,8 +116,8 @@ def main() -> None:
         raise common.UsageError(f"-nr {args.nr}: with -n {args.nodes} the node rank is one of 0 to {args.nodes - 1}")
     address, port = "127.0.0.1", args.master_port or 0
     if args.nodes > 1:
-        exported = os.environ.get("MASTER_PORT", "")
-        address, port = args.master_addr, args.master_port or int(exported if exported.isdecimal() else 0)
+        address, exported = args.master_addr or os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+        port = port or int(exported if exported.isdecimal() else 0)
         if not address or not port:
             raise common.UsageError(f"-n {args.nodes} needs --master_addr and --master_port (or MASTER_ADDR and "
                                     "MASTER_PORT): where machine 0 is, and a port that is free there")
@@ -127,7 +136,11 @@ def main() -> None:
         port = store.port
     if args.gpus > 1:  # share out the cores, or each process takes all of them; torchrun gives each one thread
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.gpus)))
-    mp.spawn(worker, args=(args, address, port), nprocs=args.gpus)
+    try:
+        mp.spawn(worker, args=(args, address, port), nprocs=args.gpus)
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:  # has the traceback of the rank in its text
+        rank, host = args.nr * args.gpus + error.error_index, socket.gethostname()
+        sys.exit(f"ddp_spawn.py: error: rank {rank} of {args.nodes * args.gpus} on host {host} failed: {error}")
 
 
 if __name__ == "__main__":

@@ -73,30 +73,29 @@ def train(args: Namespace, device: torch.device) -> None:
 
     state = common.TrainState(model, args, len(train_loader))
     if args.resume:
-        common.resume(args, state)
-    common.write_metrics(args.metrics, state.history, "w")  # of the epochs before a resume
+        common.resume(args, state, train_loader)
     for epoch in range(state.epoch, args.epochs):
         sampler.set_epoch(epoch)
         torch.manual_seed(args.seed + 1 + epoch)
         figures = common.train_one_epoch(model, train_loader, state, args)
         state.end_epoch(figures, *common.evaluate(model, valid_loader))
-        common.log_epoch(args, state)
+        common.log(args, state)
         state.save(args.checkpoint)
 
     if state.best_model:
         common.unwrap(model).load_state_dict(state.best_model)
-    common.log_test(args, state, *common.evaluate(model, test_loader))
+    common.log(args, state, *common.evaluate(model, test_loader))
 
 
 def main() -> None:
     parser = common.make_parser(__doc__, ddp=False)
     parser.set_defaults(epochs=None, batch_size=30)
     parser.add_argument("--input_size", type=common.COUNT, default=5, metavar="N",
-                        help="numbers per random vector, without --epochs (default: %(default)s)")
+                        help="numbers per random vector, without --epochs")
     parser.add_argument("--output_size", type=common.COUNT, default=2, metavar="N",
-                        help="outputs of the model, without --epochs (default: %(default)s)")
+                        help="outputs of the model, without --epochs")
     parser.add_argument("--data_size", type=common.COUNT, default=100, metavar="N",
-                        help="random vectors, without --epochs (default: %(default)s)")
+                        help="random vectors, without --epochs")
     args = parser.parse_args()
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DataParallel takes every GPU that it sees

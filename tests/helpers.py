@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 
 import common  # before torch
@@ -20,7 +21,7 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DATA_ROOT = os.environ.get("DATA_ROOT", "")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-                      "OMP_NUM_THREADS", "PYTHONWARNINGS", "SLURM_STEP_NUM_TASKS")
+                      "OMP_NUM_THREADS", "PYTHONWARNINGS", "SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID")
 
 needs_data = unittest.skipUnless(os.path.isdir(DATA_ROOT), "DATA_ROOT does not name a folder with MNIST/raw and Subj")
 
@@ -30,13 +31,13 @@ def launcher(processes, *options):
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *options]
 
 
-def start(command, **environment):
+def start(command, cwd=ROOT, stdout=subprocess.PIPE, **environment):
     """A command in the project's folder, in a process group of its own."""
     env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     env.update(environment)
     command = [sys.executable, *command] if command[0].endswith(".py") else command
-    return subprocess.Popen(command, cwd=ROOT, env=env, text=True, start_new_session=True,
-                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, cwd=cwd, env=env, text=True, start_new_session=True,
+                            stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE)
 
 
 def finish(process, timeout=150):
@@ -55,6 +56,29 @@ def finish(process, timeout=150):
 
 def run(*command, timeout=150, **environment):
     return finish(start(list(command), **environment), timeout)
+
+
+def wait_until(happened, what, timeout=60):
+    """Wait for something that other processes do, and return it."""
+    deadline = time.monotonic() + timeout
+    while not (result := happened()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what}: not within {timeout} s")
+        time.sleep(0.05)
+    return result
+
+
+def project(folder, *edits):
+    """A copy of the scripts in which some text, as (file, text, other text), is replaced."""
+    for name in ("common.py", "ddp_spawn.py", "ddp_launch.py"):
+        shutil.copy(os.path.join(ROOT, name), folder)
+    for name, text, other in edits:
+        with open(os.path.join(folder, name)) as file:
+            content = file.read()
+        assert content.count(text) == 1, f"{name} should have once: {text}"
+        with open(os.path.join(folder, name), "w") as file:
+            file.write(content.replace(text, other))
+    return folder
 
 
 class Run:

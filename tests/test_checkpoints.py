@@ -2,6 +2,10 @@
 import json
 import os
 import pickle
+import random
+import signal
+import sys
+import time
 from unittest import mock
 
 import common  # before torch
@@ -9,7 +13,7 @@ import torch
 
 import ddp_launch
 import dp_example
-from tests.helpers import FolderTest, call, launcher, run, trained
+from tests.helpers import FolderTest, call, launcher, options, run, trained
 
 SCRIPTS = {"dp": ("dp_example.py", "--epochs", "2", "--batch_size", "200"), "spawn": ("ddp_spawn.py", "-g", "2"),
            "launch": (*launcher(2), "ddp_launch.py")}
@@ -65,7 +69,9 @@ class ResumeTest(FolderTest):
         for writer, command in SCRIPTS.items():
             for reader in set(resumes) - {writer}:
                 with self.subTest(writer=writer, reader=reader):
-                    self.goes_on(resumes[reader], trained(*command).checkpoint)
+                    out = self.goes_on(resumes[reader], trained(*command).checkpoint)
+                    processes = {"dp": 1, "launch": 1 + (writer == "launch"), "spawn": 2}
+                    self.assertEqual("bit-identical" in out, processes[writer] != {**processes, "launch": 1}[reader])
         prefixed = dict(trained(*SCRIPTS["dp"]).checkpoint)
         for part in ("model", "best_model"):
             prefixed[part] = {f"module._orig_mod.{key}": value for key, value in prefixed[part].items()}
@@ -77,7 +83,9 @@ class ResumeTest(FolderTest):
         self.assertEqual([f"epoch {epoch}/3" in out for epoch in (1, 2, 3)], [False, False, True])
         with open(self.path("m.jsonl")) as file:
             self.assertEqual([json.loads(line).get("epoch") for line in file], [0, 1, 2, None])
-        self.assertEqual(list(torch.load(self.path("c.pt"), weights_only=True)["model"]), KEYS)
+        checkpoint = torch.load(self.path("c.pt"), weights_only=True)
+        self.assertEqual((list(checkpoint["model"]), checkpoint["epoch"]), (KEYS, 3))
+        return out
 
     def test_a_run_that_was_broken_off_ends_with_the_bits_of_a_whole_one(self):
         save, weights = common.TrainState.save, []
@@ -108,7 +116,7 @@ class ResumeTest(FolderTest):
             self.refused(self.save(content))
         with open(self.path("c.pt"), "rb") as file:
             whole = file.read()
-        for content in (whole[:-50], b"text", pickle.dumps(Malicious(self.path("executed")))):
+        for content in (whole[:-50], whole[:100], b"", b"text", pickle.dumps(Malicious(self.path("executed")))):
             with open(self.path("c.pt"), "wb") as file:
                 file.write(content)
             self.refused(["--checkpoint", self.path("c.pt"), "--resume"])
@@ -123,6 +131,63 @@ class ResumeTest(FolderTest):
             self.assertIn(self.path("c.pt"), err)
         with open(self.path("c.pt"), "rb") as file:
             self.assertEqual(file.read(), before)
+
+
+class SaveTest(FolderTest):
+    def test_killed_at_any_moment_of_a_save(self):
+        """Processes that do nothing but save are killed; what is there must be one whole checkpoint, of one epoch."""
+        state = common.TrainState(torch.nn.Linear(1000, 500), options(), 1)
+        caught = 0
+        for _ in range(100 if os.environ.get("LONG_TESTS") else 20):
+            first = state.epoch
+            pid = os.fork()
+            if not pid:
+                torch.set_num_threads(1)  # the threads were not forked
+                try:
+                    while True:
+                        state.epoch += 1
+                        torch.nn.init.constant_(state.model.weight, state.epoch)
+                        state.save(self.path("c.pt"))
+                finally:
+                    os._exit(1)
+            time.sleep(random.uniform(0.01, 0.1))
+            os.kill(pid, signal.SIGKILL)
+            self.assertEqual(os.waitpid(pid, 0)[1], signal.SIGKILL)
+            caught += os.path.exists(self.path("c.pt.tmp"))
+            if os.path.exists(self.path("c.pt")):
+                checkpoint = torch.load(self.path("c.pt"), weights_only=True)
+                self.assertTrue((checkpoint["model"]["weight"] == checkpoint["epoch"]).all())
+                self.assertGreaterEqual(checkpoint["epoch"], first)
+                state.epoch = checkpoint["epoch"]
+        self.assertGreater(caught, 0)  # some were killed in the middle
+        state.save(self.path("c.pt"))
+        self.assertEqual(os.listdir(self.folder), ["c.pt"])
+
+    def test_no_room(self):
+        """A limit on the size of files is met as a full disk is: in the middle of a file."""
+        torch.save(trained(*SCRIPTS["spawn"]).checkpoint, self.path("c.pt"))
+        with open(self.path("c.pt"), "rb") as file:
+            before = file.read()
+        code, out, err = run("bash", "-c", f"ulimit -f 8; exec '{sys.executable}' ddp_spawn.py -g 2 --epochs 3 "
+                             f"--resume --checkpoint '{self.path('c.pt')}' --metrics '{self.path('m.jsonl')}'")
+        self.assertEqual((code, "epoch 3/3" in out, "test accuracy" in out), (1, True, False), err)
+        self.assertIn(f"--checkpoint {self.path('c.pt')} could not be written ([Errno 27] File too large)", err)
+        self.assertEqual(sorted(os.listdir(self.folder)), ["c.pt", "m.jsonl"])
+        with open(self.path("c.pt"), "rb") as file:
+            self.assertEqual(file.read(), before)
+
+    def test_no_room_for_metrics(self):
+        """Training goes on, and says what is missing; what was written before is whole."""
+        code, out, err = run("bash", "-c", f"ulimit -f 1; exec '{sys.executable}' ddp_launch.py --epochs 9 "
+                             f"--metrics '{self.path('m.jsonl')}'")
+        self.assertEqual((code, "test accuracy" in out), (0, True), err)
+        with open(self.path("m.jsonl")) as file:
+            epochs = [json.loads(line)["epoch"] for line in file]
+        self.assertEqual(epochs, list(range(len(epochs))))
+        self.assertTrue(0 < len(epochs) < 9)
+        self.assertEqual(err, (9 + 1 - len(epochs)) * f"ddp_launch.py: --metrics {self.path('m.jsonl')} could not be "
+                         "written (File too large); the training goes on\n")
+        self.assertEqual(os.listdir(self.folder), ["m.jsonl"])
 
 
 class Malicious:

@@ -12,6 +12,7 @@ import common  # before torch
 import torch
 from torch.utils.data import DataLoader
 
+import download
 import dp_example
 from tests.helpers import (DATA_ROOT, FolderTest, Run, call, finish, launcher, needs_data, options, start, write_mnist,
                            write_subj)
@@ -39,13 +40,14 @@ class SubjTest(FolderTest):
         sentences = [b"common word%d" % i for i in range(20)]
         write_subj(self.folder, b"\n".join(sentences[:10]), b"\n".join(sentences[10:]))
         train, valid, test = load(self.folder, "Subj")
-        self.assertEqual(train.num_tokens, 1 + 1 + 16)  # padding, "common", and one word of each of 16 sentences
-        self.assertEqual(sorted(token for tokens, _ in rows(train) for token in tokens), [1] * 16 + list(range(2, 18)))
-        self.assertEqual([tokens for tokens, _ in rows(valid) + rows(test)], [[1]] * 4)
+        self.assertEqual(train.tensors[0].max(), 1 + 16)  # padding, "common", and one word of each of 16 sentences
+        self.assertEqual(sorted(train.tensors[0].flatten().tolist()), [1] * 16 + list(range(2, 18)))
+        self.assertEqual([tokens for tokens, _ in rows(valid) + rows(test)], [[1, 0]] * 4)
 
     def test_a_batch_is_padded_to_its_longest_sentence(self):
-        data = common.Sentences([[5, 6, 7], [], [8]], torch.tensor([0, 1, 0]), 9)
-        inputs, targets = data.__getitems__([0, 2, 1])
+        data = common.Sentences(torch.tensor([[5, 6, 7, 0], [0, 0, 0, 0], [8, 0, 0, 0]]), torch.tensor([0, 1, 0]))
+        self.assertEqual(data.collate_fn(data.__getitems__([1, 2]))[0].tolist(), [[0], [8]])
+        inputs, targets = data.collate_fn(data.__getitems__([0, 2, 1]))
         self.assertEqual(inputs.tolist(), [[5, 6, 7], [8, 0, 0], [0, 0, 0]])
         self.assertEqual(targets.tolist(), [0, 0, 1])
         torch.manual_seed(0)
@@ -156,7 +158,7 @@ class DownloadTest(FolderTest):
     def checksums(self, dataset, files):
         """Patch in the checksums of the test's own files."""
         sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-        patch = mock.patch.dict(common.CHECKSUMS, {dataset: sums})
+        patch = mock.patch.dict(download.CHECKSUMS, {dataset: sums})
         patch.start()
         self.addCleanup(patch.stop)
 
@@ -199,7 +201,7 @@ class DownloadTest(FolderTest):
     def test_subj_is_fetched_once_for_the_processes_of_a_node(self):
         """The real archive's content with other line ends, and a path inside that must not be followed."""
         files = {"../../escaped": b"x"}
-        for name in common.CHECKSUMS["Subj"]:
+        for name in download.CHECKSUMS["Subj"]:
             with open(os.path.join(DATA_ROOT, "Subj", name), "rb") as file:
                 files[name] = file.read().replace(b"\n", b"\r\n")[:-2]
         with Server({"/subj.tar.gz": archive(files)}) as server:
@@ -208,6 +210,6 @@ class DownloadTest(FolderTest):
                        "--download", "--epochs", "0"]
             code, out, err = finish(start(command, SUBJ_URL=server.url + "/subj.tar.gz"))
         self.assertEqual(code, 0, err)
-        self.assertEqual(len(server.asked), len(common.CHECKSUMS["Subj"]))
-        self.assertEqual(sorted(os.listdir(self.path("a", "b", "Subj"))), sorted(common.CHECKSUMS["Subj"]))
+        self.assertEqual(len(server.asked), len(download.CHECKSUMS["Subj"]))
+        self.assertEqual(sorted(os.listdir(self.path("a", "b", "Subj"))), sorted(download.CHECKSUMS["Subj"]))
         self.assertEqual(os.listdir(self.folder), ["a"])

@@ -107,7 +107,7 @@ class ReallyTest(FolderTest):
             self.assertEqual((code, err), (0, ""))
             for option in ("--batch_size", "--batch-size", "--learning_rate", "--timeout"):
                 self.assertIn(option, out)
-            self.assertIn("(default: 600 seconds)", " ".join(out.split()))
+            self.assertRegex(" ".join(out.split()), r"--timeout SECONDS how many seconds [^()]*\(default: 600\)")
 
 
 class FilesTest(ErrorTest):

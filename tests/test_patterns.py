@@ -7,6 +7,9 @@ import subprocess
 import sys
 import unittest
 
+import common  # noqa: F401, before torch
+import torch
+
 import ddp_launch
 import ddp_spawn
 from tests.helpers import ROOT, FolderTest, Run, call, finish, free_port, launcher, run, start, trained, write_subj
@@ -99,8 +102,8 @@ class SeveralNodesTest(FolderTest):
     def nodes(self, port, name, **environment):
         """Two nodes on this machine, started at once."""
         where = [] if environment else ["--master_addr", "127.0.0.1", "--master_port", port]
-        return [start(["ddp_spawn.py", "-n", "2", "-g", "1", "-nr", str(nr), *where, "--epochs", "1", "--metrics",
-                       self.path(f"{name}-{nr}.jsonl"), "--checkpoint", self.path(f"{name}-{nr}.pt")], **environment)
+        return [start(["ddp_spawn.py", "-n", "2", "-g", "1", "-nr", str(nr), *where, "--epochs", "3", "--resume",
+                       "--metrics", self.path(f"{name}-{nr}.jsonl"), "--checkpoint", self.path(f"{name}-{nr}.pt")], **environment)
                 for nr in (0, 1)]
 
     def test_two_nodes_of_two(self):
@@ -115,13 +118,17 @@ class SeveralNodesTest(FolderTest):
         self.assertEqual(results[0][1:], ("", ""))
 
     def test_exported_addresses_keep_jobs_apart_and_one_rank_writes(self):
-        """Cases 18 and 12: two jobs of two nodes at once, each with a port of its own in the environment."""
+        """Cases 18 and 12: two jobs of two nodes at once, each with a port of its own in the environment.
+
+        One goes on from a checkpoint that only its first node has."""
+        torch.save(trained("ddp_spawn.py", "-n", "1", "-g", "2").checkpoint, self.path("job0-0.pt"))
         pairs = [self.nodes("", f"job{job}", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port()) for job in (0, 1)]
-        for pair in pairs:
+        for job, pair in enumerate(pairs):
             for node, process in enumerate(pair):
                 code, out, err = finish(process)
                 self.assertEqual(code, 0, err)
                 self.assertEqual(len(PROCESS.findall(out)), 0 if node else 2)
+                self.assertEqual(re.findall("epoch ./3", out)[:1], [] if node else ["epoch 1/3" if job else "epoch 3/3"])
         self.assertEqual(sorted(os.listdir(self.folder)), ["job0-0.jsonl", "job0-0.pt", "job1-0.jsonl", "job1-0.pt"])
 
 
@@ -145,10 +152,11 @@ class SmallDataTest(FolderTest):
 
 
 class EndTest(unittest.TestCase):
-    @unittest.skipUnless(os.environ.get("LONG_TESTS"), "40 runs take three minutes: LONG_TESTS=1 makes them")
     def test_runs_end_with_exit_code_0_each_time(self):
-        """Case 17: without the right order of leaving, some runs abort after the last line."""
-        for i in range(20):
+        """Case 17: without the right order of leaving, a run in three or four aborts after the last line.
+
+        LONG_TESTS=1 makes 200 runs of each, which take half an hour."""
+        for i in range(200 if os.environ.get("LONG_TESTS") else 1):
             for command in (["ddp_spawn.py", "-g", "3"], [*launcher(3), "ddp_launch.py"]):
                 code, _, err = run(*command, "--epochs", "1")
                 self.assertEqual(code, 0, f"run {i} of {command}: {err}")

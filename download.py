@@ -1,0 +1,57 @@
+"""What --download does: fetch the files of a data set that are missing. Imported only then."""
+import contextlib
+import fcntl
+import hashlib
+import io
+import os
+import tarfile
+import time
+import urllib.request
+
+import common
+
+SOURCES = {"MNIST": "https://ossci-datasets.s3.amazonaws.com/mnist",
+           "Subj": "https://www.cs.cornell.edu/people/pabo/movie-review-data/rotten_imdb.tar.gz"}
+# SHA-256: for MNIST of the .gz files, for Subj of the lines, each ended by one newline, as copies differ in that.
+CHECKSUMS = {"MNIST": {
+    "train-images-idx3-ubyte": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+    "train-labels-idx1-ubyte": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+    "t10k-images-idx3-ubyte": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+    "t10k-labels-idx1-ubyte": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+}, "Subj": {
+    "plot.tok.gt9.5000": "5ddc9b44dc60d64d651347fcd7bdd489b0c70661e3f768215c16eea36f51204a",
+    "quote.tok.gt9.5000": "73a2dcf8dc3cbcc7f068a70ef9f021c86b2a8e4dac81566b7fd015b3e938f2c5",
+}}
+
+
+def fetch(dataset: str, folder: str, timeout: float) -> None:
+    """Fetch the missing files of `dataset` into `folder`, each whole and checked or not at all."""
+    variable, deadline = f"{dataset.upper()}_URL", time.monotonic() + timeout
+    source = os.environ.get(variable, SOURCES[dataset])
+    with contextlib.ExitStack() as stack:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            lock = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, lock)
+            while True:  # one process of a node fetches; the others then find the files there
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"another process has been downloading for {timeout:g} s (--timeout)")
+                time.sleep(0.1)
+            for name, checksum in CHECKSUMS[dataset].items():
+                path = os.path.join(folder, name)
+                if os.path.exists(path) or os.path.exists(path + ".gz"):
+                    continue
+                url = source if dataset == "Subj" else f"{source}/{name}.gz"
+                content = urllib.request.urlopen(url, timeout=timeout).read()
+                if dataset == "Subj":
+                    with tarfile.open(fileobj=io.BytesIO(content)) as tar:  # one file is read, none is unpacked
+                        content = b"".join(line + b"\n" for line in tar.extractfile(name).read().splitlines())
+                if hashlib.sha256(content).hexdigest() != checksum:
+                    raise ValueError(f"{name} from {url} has a wrong checksum and was thrown away")
+                common.replace_file(path if dataset == "Subj" else path + ".gz", lambda file: file.write(content))
+        except Exception as error:  # of the network, the archive or the file system
+            raise common.UsageError(f"--download: {type(error).__name__}: {error}; put the files into {folder} by "
+                                    f"hand, or name another source in {variable}") from None
