@@ -8,29 +8,19 @@ import common  # before torch
 import torch
 from torch import nn
 
-from tests.helpers import finish, launcher, start
+from tests.helpers import launcher, run
 
 INF = float("inf")
 
 
 @functools.lru_cache(maxsize=None)
-def all_results():
-    """What each rank saved: tests/ranks.py under torchrun, for each world size once, all at the same time."""
-    with tempfile.TemporaryDirectory() as folder:
-        runs = {}
-        for world_size in (1, 2, 3, 4):
-            os.mkdir(os.path.join(folder, str(world_size)))
-            runs[world_size] = start([*launcher(world_size), "tests/ranks.py", os.path.join(folder, str(world_size))])
-        ended = {world_size: finish(run) for world_size, run in runs.items()}
-        if any(code for code, _, _ in ended.values()):
-            raise AssertionError(f"ranks.py failed: {ended}")
-        return {world_size: [torch.load(os.path.join(folder, str(world_size), f"{rank}.pt"), weights_only=True)
-                             for rank in range(world_size)] for world_size in runs}
-
-
 def results(world_size):
-    """What each rank of so many saved."""
-    return all_results()[world_size]
+    """What each rank saved: tests/ranks.py under torchrun, once for each world size."""
+    with tempfile.TemporaryDirectory() as folder:
+        code, out, err = run(*launcher(world_size), "tests/ranks.py", folder)
+        if code:
+            raise AssertionError(f"ranks.py ended with {code}\n{out}\n{err}")
+        return [torch.load(os.path.join(folder, f"{rank}.pt"), weights_only=True) for rank in range(world_size)]
 
 
 class CollectivesTest(unittest.TestCase):

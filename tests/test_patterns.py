@@ -7,11 +7,9 @@ import subprocess
 import sys
 import unittest
 
-import common  # noqa: F401, before torch
-import torch
-
-import ddp_launch
+import ddp_launch  # before torch
 import ddp_spawn
+import torch
 from tests.helpers import ROOT, FolderTest, Run, call, finish, free_port, launcher, run, start, trained, write_subj
 
 PROCESS = re.compile(r"^rank (\d+) of (\d+): host \S+, local rank (\d+), device cpu, pid (\d+)$", re.M)
@@ -103,7 +101,8 @@ class SeveralNodesTest(FolderTest):
         """Two nodes on this machine, started at once."""
         where = [] if environment else ["--master_addr", "127.0.0.1", "--master_port", port]
         return [start(["ddp_spawn.py", "-n", "2", "-g", "1", "-nr", str(nr), *where, "--epochs", "3", "--resume",
-                       "--metrics", self.path(f"{name}-{nr}.jsonl"), "--checkpoint", self.path(f"{name}-{nr}.pt")], **environment)
+                       "--metrics", self.path(f"{name}-{nr}.jsonl"), "--checkpoint",
+                       self.path(f"{name}-{nr}.pt")], **environment)
                 for nr in (0, 1)]
 
     def test_two_nodes_of_two(self):
@@ -128,7 +127,8 @@ class SeveralNodesTest(FolderTest):
                 code, out, err = finish(process)
                 self.assertEqual(code, 0, err)
                 self.assertEqual(len(PROCESS.findall(out)), 0 if node else 2)
-                self.assertEqual(re.findall("epoch ./3", out)[:1], [] if node else ["epoch 1/3" if job else "epoch 3/3"])
+                first = re.findall("epoch ./3", out)[:1]
+                self.assertEqual(first, [] if node else ["epoch 1/3" if job else "epoch 3/3"])
         self.assertEqual(sorted(os.listdir(self.folder)), ["job0-0.jsonl", "job0-0.pt", "job1-0.jsonl", "job1-0.pt"])
 
 
@@ -155,8 +155,10 @@ class EndTest(unittest.TestCase):
     def test_runs_end_with_exit_code_0_each_time(self):
         """Case 17: without the right order of leaving, a run in three or four aborts after the last line.
 
-        LONG_TESTS=1 makes 200 runs of each, which take half an hour."""
-        for i in range(200 if os.environ.get("LONG_TESTS") else 1):
+        LONG_TESTS=1 makes 200 runs of each, which take half an hour; else there are those of all other tests."""
+        for command in (["ddp_spawn.py", "-n", "1", "-g", "2"], [*launcher(2), "ddp_launch.py"]):
+            trained(*command)  # raises an error if the exit code is another one
+        for i in range(200 if os.environ.get("LONG_TESTS") else 0):
             for command in (["ddp_spawn.py", "-g", "3"], [*launcher(3), "ddp_launch.py"]):
                 code, _, err = run(*command, "--epochs", "1")
                 self.assertEqual(code, 0, f"run {i} of {command}: {err}")

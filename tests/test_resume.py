@@ -14,8 +14,9 @@ from tests.helpers import FolderTest, finish, launcher, project, start, wait_unt
 # Random numbers within the model, whose state a resumed run must have as well.
 DROPOUT = ("common.py", "nn.Linear(20, 64), nn.ReLU(), nn", "nn.Linear(20, 64), nn.ReLU(), nn.Dropout(0.3), nn")
 SPAWN, TORCHRUN = ["ddp_spawn.py", "-g", "3"], [*launcher(3), "--max-restarts=3", "ddp_launch.py"]
-ALL_AT_ONCE = ["--epochs", "4", "--num_workers", "1", "--accumulation_steps", "3", "--precision", "bf16", "--optimizer",
+ALL_AT_ONCE = ["--epochs", "4", "--accumulation_steps", "3", "--precision", "bf16", "--optimizer",
                "sgd", "--max_grad_norm", "1"]
+WORKERS = ["--num_workers", "2"]  # change nothing
 LONG = [(command, ["--epochs", "4", *options]) for command in (SPAWN, TORCHRUN) for options in (
     [], ["--grad_sync", "manual"], ["--accumulation_steps", "2"], ["--num_workers", "2"], ["--precision", "bf16"])]
 
@@ -71,11 +72,11 @@ class ResumeTest(FolderTest):
         wait_until(lambda: self.epochs_done("torchrun"), "an epoch")
         with open(self.path("torchrun.out")) as file:
             os.kill(int(re.findall(r", pid (\d+)$", file.read(), re.M)[1]), signal.SIGKILL)
-        whole, killed = [self.start(name, SPAWN, ALL_AT_ONCE) for name in ("whole", "spawn")]
+        whole, killed = self.start("whole", SPAWN, ALL_AT_ONCE), self.start("spawn", SPAWN, [*ALL_AT_ONCE, *WORKERS])
         wait_until(lambda: self.epochs_done("spawn"), "an epoch")
         os.killpg(killed.pid, signal.SIGKILL)
         finish(killed)
-        runs["spawn"] = self.start("spawn", SPAWN, ALL_AT_ONCE)
+        runs["spawn"] = self.start("spawn", SPAWN, [*ALL_AT_ONCE, *WORKERS])
         code, _, err = finish(whole)
         self.assertEqual(code, 0, err)
         for name, run in runs.items():
