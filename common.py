@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gzip
 import io
 import itertools
@@ -13,6 +14,7 @@ import json
 import math
 import os
 import re
+import signal
 import socket
 import sys
 import tempfile
@@ -82,12 +84,11 @@ def joining(rank: int, world_size: int, address: str, port: int, timeout: float)
 
 
 def end_with(parent: int) -> None:
-    """End this process when the one that started it is gone: a launcher that was killed cannot do that itself."""
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-    threading.Thread(target=watch, daemon=True).start()
+    """Have Linux end this process when the one that started it ends: a launcher that is killed cannot do that itself."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it was too late
+            os._exit(1)
 
 
 def let_the_first_speak(error: Optional[BaseException], timeout: float) -> None:
