@@ -76,6 +76,8 @@ class OptionsTest(ErrorTest):
             port = str(taken.getsockname()[1])
             self.check(ddp_spawn, ["--master_port", port], port, "taken", "--master_port")
             self.check(ddp_spawn, ["-n", "2", "--master_addr", "127.0.0.1", "--master_port", port], port, "taken")
+            self.check(ddp_launch, [], port, "taken", "MASTER_PORT", RANK="0", LOCAL_RANK="0", WORLD_SIZE="2",
+                       MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 
     def test_launchers(self):
         """Cases 2 and 13."""
