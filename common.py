@@ -74,7 +74,7 @@ def joining(rank: int, world_size: int, address: str, port: int, timeout: float)
         timer.start()
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         if re.search("EADDRINUSE|address already in use", str(error), re.I):
             raise UsageError(f"port {port} is taken: choose another one, in MASTER_PORT") from None
         raise ConnectionError(f"{alone} ({str(error).splitlines()[0]})") from None

@@ -103,9 +103,9 @@ class TimeLimitTest(RunningTest):
             for number in (0, 1):
                 port = free_port()
                 command = ["ddp_spawn.py", "-n", "2", "-g", "2", "-nr", str(number), "--master_addr", "127.0.0.1"]
-                self.waiting.append((number, port, 4, start([*command, "--timeout", "5", "--master_port", port])))
+                self.waiting.append((number, port, 4, start([*command, "--timeout", "7", "--master_port", port])))
                 port = free_port()
-                self.waiting.append((number, port, 2, self.by_hand(number, port, "--timeout", "5")))
+                self.waiting.append((number, port, 2, self.by_hand(number, port, "--timeout", "7")))
 
     def test_a_peer_that_never_comes(self):
         """Node 0 and node 1 of two under spawn, rank 0 and rank 1 of two by hand: each alone, waiting for the other."""
@@ -116,9 +116,9 @@ class TimeLimitTest(RunningTest):
                 ranks = range(2 * number, 2 * number + 2) if world_size == 4 else [number]
                 for rank in ranks:
                     where = f"rank {rank} of {world_size} at 127.0.0.1:{port} "
-                    self.assertEqual(err.count(where + "waits for the others, 5 s at most (--timeout)"), 1, err)
+                    self.assertEqual(err.count(where + "waits for the others, 7 s at most (--timeout)"), 1, err)
                 self.assertRegex(err, f"rank [{ranks[0]}-{ranks[-1]}] of {world_size} at 127.0.0.1:{port} waited in "
-                                 r"vain, 5 s at most \(--timeout\): start all ranks")
+                                 r"vain, 7 s at most \(--timeout\): start all ranks")
 
     def test_a_peer_that_falls_silent(self):
         """It is stopped, as if its machine was unplugged; the other ends, and so does everything on its node."""
