@@ -622,9 +622,11 @@ def resume(args: Namespace, state: TrainState, loader: DataLoader) -> None:
         dist.broadcast(received, src=0)
         torch.frombuffer(content, dtype=torch.uint8).copy_(received)
     state.load_state_dict(read_checkpoint(args.checkpoint, content, state))
-    if rank == 0 and state.world_size != world_size:
-        print(f"{world_size} process(es) go on from a checkpoint of {state.world_size}: the result will not be "
-              "bit-identical to that of a run that was not interrupted", flush=True)
+    if rank == 0:
+        print(f"going on from {args.checkpoint}, after epoch {state.epoch}", flush=True)
+        if state.world_size != world_size:
+            print(f"{world_size} process(es) go on from a checkpoint of {state.world_size}: the result will not be "
+                  "bit-identical to that of a run that was not interrupted", flush=True)
     state.world_size = world_size
     if isinstance(state.model, DDP):
         # After its first backward DDP puts the gradients into other buckets, in which three ranks or more sum them in

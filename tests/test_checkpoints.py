@@ -80,6 +80,7 @@ class ResumeTest(FolderTest):
     def goes_on(self, resume, checkpoint):
         code, out, err = resume(*self.save(checkpoint), "--epochs", "3")
         self.assertEqual((code, err), (0, ""))
+        self.assertEqual(out.count(f"going on from {self.path('c.pt')}, after epoch 2\n"), 1)
         self.assertEqual([f"epoch {epoch}/3" in out for epoch in (1, 2, 3)], [False, False, True])
         with open(self.path("m.jsonl")) as file:
             self.assertEqual([json.loads(line).get("epoch") for line in file], [0, 1, 2, None])
