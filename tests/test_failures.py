@@ -26,12 +26,11 @@ def gone(pid):
 
 
 class RunningTest(FolderTest):
-    def start(self, name, *command, ranks=2, **environment):
-        """Start a run that takes long; returns it, and the pids of its ranks, once it has checkpoints."""
+    def start(self, name, *command):
+        """Start a run that takes long; returns it, and the file with what it prints."""
         out = self.path(name + ".out")
         with open(out, "w") as file:
-            process = start([*command, "--epochs", "100000", "--checkpoint", self.path(name + ".pt")], stdout=file,
-                            **environment)
+            process = start([*command, "--epochs", "100000", "--checkpoint", self.path(name + ".pt")], stdout=file)
         self.addCleanup(process.stderr.close)
         return process, out
 
