@@ -31,6 +31,7 @@ with warnings.catch_warnings():  # imported without numpy, which nothing here ne
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     import torch
 import torch.distributed as dist
+import torch.distributed.nn  # not first by DDP: its functions keep the group of that moment as a default, for ever
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -84,7 +85,7 @@ def joining(rank: int, world_size: int, address: str, port: int, timeout: float)
 
 
 def end_with(parent: int) -> None:
-    """Have Linux end this process when the one that started it ends: a launcher that is killed cannot do that itself."""
+    """Have Linux end this process when the one that started it ends: a launcher that is killed cannot do that."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # it was too late

@@ -89,8 +89,8 @@ def train(rank: int, local_rank: int, world_size: int, device: torch.device, dat
 
 def leave(timeout: float) -> None:
     """End the process group; to be called when `train` has returned or failed."""
-    # DDP 9: leave, once the wrapper is gone. Its reducer holds the group, whose threads would outlive the interpreter
-    # and abort it. It is in cycles, which only the collector breaks, and in the frames of a traceback, if there is one.
+    # DDP 9: leave, when nothing else holds the group: a thread of it that outlives the interpreter aborts it. The DDP
+    # wrapper does, and is held by cycles, until the collector comes, and by the frames of a traceback.
     error = sys.exc_info()[1]
     traceback.clear_frames(error and error.__traceback__)
     gc.collect()

@@ -10,7 +10,8 @@ import unittest
 import ddp_launch  # before torch
 import ddp_spawn
 import torch
-from tests.helpers import ROOT, FolderTest, Run, call, finish, free_port, launcher, run, start, trained, write_subj
+from tests.helpers import (ROOT, FolderTest, Run, call, finish, free_port, launcher, project, run, start, trained,
+                           write_subj)
 
 PROCESS = re.compile(r"^rank (\d+) of (\d+): host \S+, local rank (\d+), device cpu, pid (\d+)$", re.M)
 
@@ -151,16 +152,27 @@ class SmallDataTest(FolderTest):
         self.assertEqual(result.metrics[-1]["world_size"], 2)
 
 
-class EndTest(unittest.TestCase):
-    def test_runs_end_with_exit_code_0_each_time(self):
-        """Case 17: without the right order of leaving, a run in three or four aborts after the last line.
+class EndTest(FolderTest):
+    """Case 17: "terminate called without an active exception" after the last line, in a run out of three, or of 300."""
 
-        LONG_TESTS=1 makes 200 runs of each, which take half an hour; else there are those of all other tests."""
-        for command in (["ddp_spawn.py", "-n", "1", "-g", "2"], [*launcher(2), "ddp_launch.py"]):
-            trained(*command)  # raises an error if the exit code is another one
-        for i in range(200 if os.environ.get("LONG_TESTS") else 0):
+    def test_nothing_of_the_process_group_is_left(self):
+        """What aborts is a thread of gloo that drops a tensor while the interpreter ends."""
+        left = "common.let_the_first_speak(error, timeout)"
+        show = f'{left}\n    print(f"{{len(os.listdir(\'/proc/self/task\'))}} thread left")'
+        by_chance = "import gc\n", "import gc; gc.disable()\n"  # the collector could come by itself
+        project(self.folder, *[(name, *edit) for name in ("ddp_spawn.py", "ddp_launch.py")
+                               for edit in ((left, show), by_chance)])
+        for command in (["ddp_spawn.py", "-g", "2", "--accumulation_steps", "2"], [*launcher(2), "ddp_launch.py"]):
+            with self.subTest(command=command):
+                code, out, err = run(*command, "--epochs", "1", cwd=self.folder)
+                self.assertEqual((code, out.count("thread left"), out.count("1 thread left")), (0, 2, 2), out + err)
+
+    @unittest.skipUnless("LONG_TESTS" in os.environ, "takes an hour: LONG_TESTS=1 runs it")
+    def test_200_runs_of_each_end_with_exit_code_0(self):
+        for i in range(200):
+            more = ["--accumulation_steps", "2", "--optimizer", "sgd"] if i % 2 else ["--batch_size", "23"]
             for command in (["ddp_spawn.py", "-g", "3"], [*launcher(3), "ddp_launch.py"]):
-                code, _, err = run(*command, "--epochs", "1")
+                code, _, err = run(*command, "--epochs", "1", *more)
                 self.assertEqual(code, 0, f"run {i} of {command}: {err}")
 
 
