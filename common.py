@@ -149,6 +149,8 @@ def make_parser(description: Optional[str], ddp: bool = True) -> Parser:
     if ddp:
         add("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="auto: nccl on GPUs, gloo on CPUs")
         add("--grad_sync", choices=("ddp", "manual"), default="ddp", help="manual: average_gradients, no DDP wrapper")
+        add("--check", action="store_true", help="instead of training, say who is where, and whether all-reduces are "
+            "right, and how fast (default: off)")
     add("--timeout", type=POSITIVE, default=600, metavar="SECONDS",
         help="how many seconds to wait for other ranks, a download or a data-loading process, before an error")
     add("--accumulation_steps", type=COUNT, default=1, metavar="N", help="micro-batches of --batch_size per step")
@@ -158,7 +160,7 @@ def make_parser(description: Optional[str], ddp: bool = True) -> Parser:
     add("--resume", action="store_true", help="go on from --checkpoint if that file exists (default: off)")
     add("--metrics", metavar="FILE", help="JSON Lines: an object per epoch, then the test result (default: none)")
     if not ddp:
-        parser.set_defaults(backend="auto", grad_sync="ddp")
+        parser.set_defaults(backend="auto", grad_sync="ddp", check=False)
     return parser
 
 
@@ -207,8 +209,8 @@ def load_data(args: Namespace) -> tuple[Dataset, Dataset, Dataset]:
         return tuple(Rows(inputs[a:b], targets[a:b]) for a, b in ((0, 4000), (4000, 4500), (4500, 5500)))
     folder = os.path.join(args.data_root, *("MNIST", "raw") if args.dataset == "MNIST" else ("Subj",))
     if args.download:
-        import download
-        download.fetch(args.dataset, folder, args.timeout)
+        import tools
+        tools.download(args.dataset, folder, args.timeout)
     return load_mnist(folder, generator) if args.dataset == "MNIST" else load_subj(folder, generator)
 
 
@@ -661,7 +663,8 @@ def check_files(args: Namespace, data: Sequence[Dataset]) -> None:
 def report_processes(local_rank: int, device: torch.device, args: Namespace) -> None:
     """Rank 0 prints who is where, a line for each rank, and what they use."""
     name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
-    lines = gather_text(f"host {socket.gethostname()}, local rank {local_rank}, device {name}, pid {os.getpid()}")
+    more = f", torch {torch.__version__}, {torch.get_num_threads()} threads" * args.check
+    lines = gather_text(f"host {socket.gethostname()}, local rank {local_rank}, device {name}, pid {os.getpid()}{more}")
     if rank_and_world_size()[0] == 0:
         for rank, line in enumerate(lines):
             print(f"rank {rank} of {len(lines)}: {line}")

@@ -21,6 +21,7 @@ from datetime import timedelta
 if __name__ in ("__main__", "__mp_main__"):  # Ctrl-C ends every process at once, without tracebacks; files stay whole
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 import common  # before torch: see there
+import tools
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -77,7 +78,7 @@ def worker(ranks: tuple, args: Namespace) -> None:
                 store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
-        train(rank, local_rank, world_size, device, data, args)
+        (tools.check if args.check else train)(rank, local_rank, world_size, device, data, args)
     finally:
         leave(args.timeout)
 
@@ -127,12 +128,11 @@ def leave(timeout: float) -> None:
     """End the process group; to be called when `train` has returned or failed."""
     # DDP 9: leave, when nothing else holds the group: a thread of it that outlives the interpreter aborts it. The DDP
     # wrapper does, and is held by cycles, until the collector comes, and by the frames of a traceback.
-    error = sys.exc_info()[1]
-    traceback.clear_frames(error and error.__traceback__)
+    traceback.clear_frames(sys.exc_info()[2])
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
-    common.let_the_first_speak(error, timeout)
+    common.let_the_first_speak(sys.exc_info()[1], timeout)
 
 
 def main() -> None:

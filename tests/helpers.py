@@ -70,7 +70,7 @@ def wait_until(happened, what, timeout=60):
 
 def project(folder, *edits):
     """A copy of the scripts in which some text, as (file, text, other text), is replaced."""
-    for name in ("common.py", "ddp_spawn.py", "ddp_launch.py"):
+    for name in ("common.py", "tools.py", "ddp_spawn.py", "ddp_launch.py"):
         shutil.copy(os.path.join(ROOT, name), folder)
     for name, text, other in edits:
         with open(os.path.join(folder, name)) as file:

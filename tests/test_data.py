@@ -12,7 +12,7 @@ import common  # before torch
 import torch
 from torch.utils.data import DataLoader
 
-import download
+import tools
 import dp_example
 from tests.helpers import (DATA_ROOT, FolderTest, Run, call, finish, launcher, needs_data, options, start, write_mnist,
                            write_subj)
@@ -158,7 +158,7 @@ class DownloadTest(FolderTest):
     def checksums(self, dataset, files):
         """Patch in the checksums of the test's own files."""
         sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-        patch = mock.patch.dict(download.CHECKSUMS, {dataset: sums})
+        patch = mock.patch.dict(tools.CHECKSUMS, {dataset: sums})
         patch.start()
         self.addCleanup(patch.stop)
 
@@ -201,7 +201,7 @@ class DownloadTest(FolderTest):
     def test_subj_is_fetched_once_for_the_processes_of_a_node(self):
         """The real archive's content with other line ends, and a path inside that must not be followed."""
         files = {"../../escaped": b"x"}
-        for name in download.CHECKSUMS["Subj"]:
+        for name in tools.CHECKSUMS["Subj"]:
             with open(os.path.join(DATA_ROOT, "Subj", name), "rb") as file:
                 files[name] = file.read().replace(b"\n", b"\r\n")[:-2]
         with Server({"/subj.tar.gz": archive(files)}) as server:
@@ -210,6 +210,6 @@ class DownloadTest(FolderTest):
                        "--download", "--epochs", "0"]
             code, out, err = finish(start(command, SUBJ_URL=server.url + "/subj.tar.gz"))
         self.assertEqual(code, 0, err)
-        self.assertEqual(len(server.asked), len(download.CHECKSUMS["Subj"]))
-        self.assertEqual(sorted(os.listdir(self.path("a", "b", "Subj"))), sorted(download.CHECKSUMS["Subj"]))
+        self.assertEqual(len(server.asked), len(tools.CHECKSUMS["Subj"]))
+        self.assertEqual(sorted(os.listdir(self.path("a", "b", "Subj"))), sorted(tools.CHECKSUMS["Subj"]))
         self.assertEqual(os.listdir(self.folder), ["a"])

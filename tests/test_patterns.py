@@ -157,7 +157,7 @@ class EndTest(FolderTest):
 
     def test_nothing_of_the_process_group_is_left(self):
         """What aborts is a thread of gloo that drops a tensor while the interpreter ends."""
-        left = "common.let_the_first_speak(error, timeout)"
+        left = "common.let_the_first_speak(sys.exc_info()[1], timeout)"
         show = f'{left}\n    print(f"{{len(os.listdir(\'/proc/self/task\'))}} thread left")'
         by_chance = "import gc\n", "import gc; gc.disable()\n"  # the collector could come by itself
         project(self.folder, *[(name, *edit) for name in ("ddp_spawn.py", "ddp_launch.py")

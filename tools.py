@@ -1,14 +1,22 @@
-"""What --download does: fetch the files of a data set that are missing. Imported only then."""
+"""What a run can do besides training: --download and --check. Not needed to understand the rest."""
 import contextlib
 import fcntl
 import hashlib
 import io
 import os
+import socket
+import statistics
+import sys
 import tarfile
 import time
 import urllib.request
+from argparse import Namespace
+from collections import Counter
+from typing import Any
 
-import common
+import common  # before torch
+import torch
+import torch.distributed as dist
 
 SOURCES = {"MNIST": "https://ossci-datasets.s3.amazonaws.com/mnist",
            "Subj": "https://www.cs.cornell.edu/people/pabo/movie-review-data/rotten_imdb.tar.gz"}
@@ -24,7 +32,7 @@ CHECKSUMS = {"MNIST": {
 }}
 
 
-def fetch(dataset: str, folder: str, timeout: float) -> None:
+def download(dataset: str, folder: str, timeout: float) -> None:
     """Fetch the missing files of `dataset` into `folder`, each whole and checked or not at all."""
     variable, deadline = f"{dataset.upper()}_URL", time.monotonic() + timeout
     source = os.environ.get(variable, SOURCES[dataset])
@@ -55,3 +63,40 @@ def fetch(dataset: str, folder: str, timeout: float) -> None:
         except Exception as error:  # of the network, the archive or the file system
             raise common.UsageError(f"--download: {type(error).__name__}: {error}; put the files into {folder} by "
                                     f"hand, or name another source in {variable}") from None
+
+
+def check(rank: int, local_rank: int, world_size: int, device: torch.device, _: Any, args: Namespace) -> None:
+    """Say, in place of training, who is where, whether they fit together, and whether all-reduces are right and fast.
+
+    Bus bandwidth as in NCCL's tests: bytes / time * 2 (n - 1) / n with n ranks. It is what each rank's link has to
+    carry, to be compared with what the hardware can, whatever n is. The exit code is 1 if anything is wrong.
+    """
+    common.report_processes(local_rank, device, args)
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+    facts = common.gather_text(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {kind}")
+    problems = [f"rank {other} has {fact}, but rank 0 has {facts[0]}" for other, fact in enumerate(facts)
+                if fact != facts[0]]
+    places = Counter(common.gather_text(f"{device} of host {socket.gethostname()}"))
+    problems += [f"{count} ranks share {place}" for place, count in places.items() if count > 1 and "cuda" in place]
+    for size, name in (2**10, "1 KB"), (2**20, "1 MB"), (2**26, "64 MB"):
+        ramp, seconds, right = torch.arange(size // 4, dtype=torch.float32, device=device) % 1000, [], True
+        for _ in range(6):
+            summed = ramp + rank
+            common.reduce_mean(0)  # so that all begin together
+            started = time.perf_counter()
+            if dist.is_initialized():
+                dist.all_reduce(summed)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+            right &= torch.equal(summed, ramp * world_size + world_size * (world_size - 1) / 2)
+        wrong = [other for other, text in enumerate(common.gather_text(str(right))) if text != "True"]
+        problems += [f"all-reduce of {name}: wrong sums on rank {other}" for other in wrong]
+        second = common.reduce_mean(statistics.median(seconds[1:])).item()  # the first one opens connections
+        if rank == 0:
+            print(f"all-reduce of {name:>5}: {1000 * second:8.3f} ms, bus bandwidth "
+                  f"{size / second * 2 * (world_size - 1) / world_size / 1e9:6.2f} GB/s", flush=True)
+    if rank == 0:
+        print("\n".join(problems or ["all is well"]), flush=True)
+    if problems:
+        sys.exit(1)
