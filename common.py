@@ -23,6 +23,7 @@ import time
 import warnings
 from argparse import Namespace
 from collections import Counter
+from pathlib import Path
 from typing import IO, Any, Callable, Iterator, Optional, Sequence
 
 PARENT = os.getppid()  # the launcher, if there is one; early, as it could be gone by the time that torch is imported
@@ -612,10 +613,7 @@ def read_checkpoint(path: str, content: bytes, state: TrainState) -> dict[str, A
 def resume(args: Namespace, state: TrainState, loader: DataLoader) -> None:
     """Go on from --checkpoint if it exists. Rank 0 alone reads it, so no shared file system is needed."""
     rank, world_size = rank_and_world_size()
-    content = bytearray()
-    if rank == 0 and os.path.exists(args.checkpoint):
-        with open(args.checkpoint, "rb") as file:
-            content += file.read()
+    content = bytearray(Path(args.checkpoint).read_bytes() if rank == 0 and os.path.exists(args.checkpoint) else b"")
     size = round(reduce_mean(len(content)).item() * world_size)  # the other ranks have 0 bytes
     if not size:
         return
@@ -656,8 +654,8 @@ def check_files(args: Namespace, data: Sequence[Dataset]) -> None:
     if args.resume and not args.checkpoint:
         raise UsageError("--resume needs --checkpoint FILE, the file to go on from")
     if args.resume and os.path.exists(args.checkpoint):
-        with open(args.checkpoint, "rb") as file:
-            read_checkpoint(args.checkpoint, file.read(), TrainState(build_model(args, data[0]), args, batches=1))
+        state = TrainState(build_model(args, data[0]), args, batches=1)
+        read_checkpoint(args.checkpoint, Path(args.checkpoint).read_bytes(), state)
 
 
 def report_processes(local_rank: int, device: torch.device, args: Namespace) -> None:

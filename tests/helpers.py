@@ -82,12 +82,17 @@ def project(folder, *edits):
 
 
 class Run:
-    """A training run that ended with exit code 0: what it printed, its metrics and its checkpoint."""
+    """A training run that ended with exit code 0: what it printed, its metrics and its checkpoint.
+
+    A command, or a script's module to run in this process, with its options."""
 
     def __init__(self, *command, timeout=150, **environment):
         with tempfile.TemporaryDirectory() as folder:
             files = ["--checkpoint", os.path.join(folder, "c.pt"), "--metrics", os.path.join(folder, "m.jsonl")]
-            code, self.out, self.err = run(*command, *files, timeout=timeout, **environment)
+            if isinstance(command[0], str):
+                code, self.out, self.err = run(*command, *files, timeout=timeout, **environment)
+            else:
+                code, self.out, self.err = call(*command, *files, **environment)
             if code:
                 raise AssertionError(f"{command} ended with {code}\n{self.out}\n{self.err}")
             self.files = sorted(os.listdir(folder))

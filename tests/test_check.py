@@ -29,5 +29,5 @@ class CheckTest(FolderTest):
         (code, out, err), other = map(finish, ranks)
         self.assertEqual((code, err, other), (1, "", (1, "", "")))
         problems = out.splitlines()[-2:]
-        self.assertRegex(problems[0], "^rank 1 has torch .*, 2 threads, a CPU, but rank 0 has torch .*, 1 threads, a CPU")
+        self.assertRegex(problems[0], "^rank 1 has torch .*, 2 threads, a CPU, but rank 0 has torch .*, 1 threads")
         self.assertEqual(problems[1], "all-reduce of 1 MB: wrong sums on rank 1")

@@ -6,14 +6,15 @@ import os
 import tarfile
 import threading
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import common  # before torch
 import torch
 from torch.utils.data import DataLoader
 
-import tools
 import dp_example
+import tools
 from tests.helpers import (DATA_ROOT, FolderTest, Run, call, finish, launcher, needs_data, options, start, write_mnist,
                            write_subj)
 
@@ -62,8 +63,10 @@ class SubjTest(FolderTest):
         words = [b"w%d \x85 caf\xe9 z%d" % (i % 13, i % 7) for i in range(60)]
         write_subj(self.folder, b"\n".join(words[:30]), b"\n".join(words[30:]))
         command = ["ddp_launch.py", "--dataset", "Subj", "--data_root", self.folder, "--epochs", "1"]
-        first = Run(*command, PYTHONHASHSEED="1")
-        second = Run(*command, PYTHONHASHSEED="2", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+        environments = ({"PYTHONHASHSEED": "1"},
+                        {"PYTHONHASHSEED": "2", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"})
+        with ThreadPoolExecutor() as pool:
+            first, second = pool.map(lambda environment: Run(*command, **environment), environments)
         self.assertEqual(first.difference(second), 0.0)
         self.assertEqual(first.metrics[-1], second.metrics[-1])
 

@@ -101,8 +101,9 @@ class TimeLimitTest(RunningTest):
         if not self.waiting:  # long before they are looked at
             for number in (0, 1):
                 port = free_port()
-                command = ["ddp_spawn.py", "-n", "2", "-g", "2", "-nr", str(number), "--master_addr", "127.0.0.1"]
-                self.waiting.append((number, port, 4, start([*command, "--timeout", "7", "--master_port", port])))
+                command = ["ddp_spawn.py", "-n", "2", "-g", str(2 - number), "-nr", str(number), "--timeout", "7",
+                           "--master_addr", "127.0.0.1", "--master_port", port]
+                self.waiting.append((number, port, 4 - 2 * number, start(command)))
                 port = free_port()
                 self.waiting.append((number, port, 2, self.by_hand(number, port, "--timeout", "7")))
 

@@ -6,13 +6,14 @@ import common  # before torch
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
+import ddp_launch
 from tests.helpers import FolderTest, Run, launcher, options, trained, write_mnist
 
 ROUNDING = 2e-5  # of weights of order 1, after two epochs in float32
 
 
 def one_process(batch_size, *options):
-    return trained("ddp_launch.py", "--batch_size", str(batch_size), *options)
+    return trained(ddp_launch, "--batch_size", str(batch_size), *options)
 
 
 class SameBitsTest(unittest.TestCase):
