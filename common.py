@@ -67,13 +67,14 @@ def joining(rank: int, world_size: int, address: str, port: int, timeout: float)
     """Around what joins the others at address:port: it says after 4 s what it waits for, and gives up after `timeout`.
     Torch's own limits start anew for each of several waits, and gloo's is five times as long."""
     where, limit = f"rank {rank} of {world_size} at {address}:{port}", f"{timeout:g} s at most (--timeout)"
-    alone = (f"{where} waited in vain, {limit}: start all ranks, and see what they print; where a host's name stands "
-             "for 127.0.1.1, set GLOO_SOCKET_IFNAME to the network interface")
+    alone = (f"{where} waited in vain, {limit}: start all ranks, and see what they print; where hosts have several "
+             "networks, set GLOO_SOCKET_IFNAME to the interface of the right one")
     timers = (threading.Timer(4, say, [f"{where} waits for the others, {limit}"]),
               threading.Timer(timeout + 1, lambda: (say(f"error: {alone}"), os._exit(1))))
     for timer in timers:
         timer.daemon = True
         timer.start()
+    choose_interface(address, int(port))
     try:
         yield
     except (RuntimeError, OSError) as error:
@@ -83,6 +84,27 @@ def joining(rank: int, world_size: int, address: str, port: int, timeout: float)
     finally:
         for timer in timers:
             timer.cancel()
+
+
+def choose_interface(address: str, port: int) -> None:
+    """Gloo tells the others the address of this host's own name. Where that is 127.0.1.1, as Debian's installer has it,
+    have gloo take the interface that leads to node 0, at address:port; on node 0 itself, the first but loopback."""
+    loopback, own = r"localhost$|127\.|::1$", "127.0.0.1"  # which gloo takes if the name stands for nothing
+    with contextlib.suppress(OSError, ValueError):
+        own = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
+    on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE") or re.match(loopback, address)
+    if on_one_node or "GLOO_SOCKET_IFNAME" in os.environ or not re.match(loopback, own):
+        return
+    with contextlib.suppress(OSError, ValueError, ImportError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        import fcntl  # not on Windows
+        probe.connect((address, port))  # sends nothing, but chooses the address to send from
+        source = probe.getsockname()[0]
+        for _, name in reversed(socket.if_nameindex()):
+            with contextlib.suppress(OSError):  # it has no address
+                found = fcntl.ioctl(probe, 0x8915, name.encode().ljust(256, b"\0"))  # SIOCGIFADDR
+                own = socket.inet_ntoa(found[20:24])
+                if not own.startswith("127.") and (own == source or source.startswith("127.")):
+                    os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def end_with(parent: int) -> None:
@@ -635,8 +657,7 @@ def resume(args: Namespace, state: TrainState, loader: DataLoader) -> None:
         device = next(state.model.parameters()).device
         inputs, targets = next(iter(loader))
         with autocast(args, device):
-            loss = F.cross_entropy(state.model.eval()(inputs.to(device)), targets.to(device))
-        loss.backward()
+            F.cross_entropy(state.model.eval()(inputs.to(device)), targets.to(device)).backward()
         state.optimizer.zero_grad()
 
 
@@ -656,21 +677,6 @@ def check_files(args: Namespace, data: Sequence[Dataset]) -> None:
     if args.resume and os.path.exists(args.checkpoint):
         state = TrainState(build_model(args, data[0]), args, batches=1)
         read_checkpoint(args.checkpoint, Path(args.checkpoint).read_bytes(), state)
-
-
-def report_processes(local_rank: int, device: torch.device, args: Namespace) -> None:
-    """Rank 0 prints who is where, a line for each rank, and what they use."""
-    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
-    more = f", torch {torch.__version__}, {torch.get_num_threads()} threads" * args.check
-    lines = gather_text(f"host {socket.gethostname()}, local rank {local_rank}, device {name}, pid {os.getpid()}{more}")
-    if rank_and_world_size()[0] == 0:
-        for rank, line in enumerate(lines):
-            print(f"rank {rank} of {len(lines)}: {line}")
-        print(f"backend {dist.get_backend() if dist.is_initialized() else 'none'}, torch {torch.__version__}, "
-              f"{torch.get_num_threads()} threads per process, "
-              f"global batch {args.batch_size * len(lines) * args.accumulation_steps}", flush=True)
-        if device.type == "cpu" and args.device == "auto" and torch.cuda.is_available():
-            print("on the CPU, as there are fewer GPUs than processes on this node", flush=True)
 
 
 def log(args: Namespace, state: TrainState, *test: float) -> None:

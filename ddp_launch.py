@@ -86,7 +86,7 @@ def worker(ranks: tuple, args: Namespace) -> None:
 def train(rank: int, local_rank: int, world_size: int, device: torch.device, data: tuple, args: Namespace) -> None:
     """What every process does, each with its own part of the data."""
     is_main = rank == 0  # of the whole world: on several nodes, each has a local rank 0
-    common.report_processes(local_rank, device, args)
+    tools.report_processes(local_rank, device, args)
     train_data, valid_data, test_data = data
 
     # DDP 4: the same seed, so all ranks begin with the same weights; the wrapper averages gradients in backward.

@@ -9,6 +9,7 @@ import os
 from argparse import Namespace
 
 import common  # before torch: see there
+import tools
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -60,7 +61,7 @@ def train(args: Namespace, device: torch.device) -> None:
     """The loop of ddp_spawn.py and ddp_launch.py, without what several processes need."""
     train_data, valid_data, test_data = data = common.load_data(args)
     common.check_files(args, data)
-    common.report_processes(0, device, args)
+    tools.report_processes(0, device, args)
     torch.manual_seed(args.seed)
     # The wrapper is called like the module. Its first GPU has the weights; the copies last for one forward.
     model = nn.DataParallel(common.build_model(args, train_data).to(device))

@@ -1,6 +1,5 @@
-"""What a run can do besides training: --download and --check. Not needed to understand the rest."""
+"""What a run does besides training: --download, the report that it begins with, and --check."""
 import contextlib
-import fcntl
 import hashlib
 import io
 import os
@@ -34,6 +33,7 @@ CHECKSUMS = {"MNIST": {
 
 def download(dataset: str, folder: str, timeout: float) -> None:
     """Fetch the missing files of `dataset` into `folder`, each whole and checked or not at all."""
+    import fcntl  # not on Windows
     variable, deadline = f"{dataset.upper()}_URL", time.monotonic() + timeout
     source = os.environ.get(variable, SOURCES[dataset])
     with contextlib.ExitStack() as stack:
@@ -65,13 +65,28 @@ def download(dataset: str, folder: str, timeout: float) -> None:
                                     f"hand, or name another source in {variable}") from None
 
 
+def report_processes(local_rank: int, device: torch.device, args: Namespace) -> None:
+    """Rank 0 prints who is where, a line for each rank, and what they use."""
+    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    line = f"host {socket.gethostname()}, local rank {local_rank}, device {name}, pid {os.getpid()}"
+    lines = common.gather_text(line + f", torch {torch.__version__}, {torch.get_num_threads()} threads" * args.check)
+    if common.rank_and_world_size()[0] == 0:
+        for rank, line in enumerate(lines):
+            print(f"rank {rank} of {len(lines)}: {line}")
+        print(f"backend {dist.get_backend() if dist.is_initialized() else 'none'}, torch {torch.__version__}, "
+              f"{torch.get_num_threads()} threads per process, "
+              f"global batch {args.batch_size * len(lines) * args.accumulation_steps}", flush=True)
+        if device.type == "cpu" and args.device == "auto" and torch.cuda.is_available():
+            print("on the CPU, as there are fewer GPUs than processes on this node", flush=True)
+
+
 def check(rank: int, local_rank: int, world_size: int, device: torch.device, _: Any, args: Namespace) -> None:
     """Say, in place of training, who is where, whether they fit together, and whether all-reduces are right and fast.
 
     Bus bandwidth as in NCCL's tests: bytes / time * 2 (n - 1) / n with n ranks. It is what each rank's link has to
     carry, to be compared with what the hardware can, whatever n is. The exit code is 1 if anything is wrong.
     """
-    common.report_processes(local_rank, device, args)
+    report_processes(local_rank, device, args)
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     facts = common.gather_text(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {kind}")
     problems = [f"rank {other} has {fact}, but rank 0 has {facts[0]}" for other, fact in enumerate(facts)

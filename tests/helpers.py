@@ -21,7 +21,8 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DATA_ROOT = os.environ.get("DATA_ROOT", "")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-                      "OMP_NUM_THREADS", "PYTHONWARNINGS", "SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID")
+                      "OMP_NUM_THREADS", "PYTHONWARNINGS", "SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID",
+                      "GLOO_SOCKET_IFNAME")
 
 needs_data = unittest.skipUnless(os.path.isdir(DATA_ROOT), "DATA_ROOT does not name a folder with MNIST/raw and Subj")
 
