@@ -110,7 +110,7 @@ def check(rank: int, local_rank: int, world_size: int, device: torch.device, _: 
         second = common.reduce_mean(statistics.median(seconds[1:])).item()  # the first one opens connections
         if rank == 0:
             print(f"all-reduce of {name:>5}: {1000 * second:8.3f} ms, bus bandwidth "
-                  f"{size / second * 2 * (world_size - 1) / world_size / 1e9:6.2f} GB/s", flush=True)
+                  f"{size / second * 2 * (world_size - 1) / world_size / 1e9:7.3f} GB/s", flush=True)
     if rank == 0:
         print("\n".join(problems or ["all is well"]), flush=True)
     if problems:
