@@ -1,12 +1,12 @@
 """What the three scripts share: errors, options, data, models, collectives, the two loops, checkpoints and reports.
 
-Every function works with a process group and without one; importing has no side effects.
+Every function works with a process group and without one; importing has no effects but that of torch.
 """
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
+import gc
 import gzip
 import io
 import itertools
@@ -14,11 +14,8 @@ import json
 import math
 import os
 import re
-import signal
-import socket
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from argparse import Namespace
@@ -28,6 +25,7 @@ from typing import IO, Any, Callable, Iterator, Optional, Sequence
 
 PARENT = os.getppid()  # the launcher, if there is one; early, as it could be gone by the time that torch is imported
 
+gc.disable()  # it would look through all that torch is made of, again and again: that is half of the start-up time
 with warnings.catch_warnings():  # imported without numpy, which nothing here needs, torch warns
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     import torch
@@ -37,6 +35,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+gc.freeze()
+gc.enable()
 
 
 # ---- Errors ----------------------------------------------------------------------------------------
@@ -60,65 +60,6 @@ def say(text: str) -> None:
     """Print one line on standard error, which may be gone."""
     with contextlib.suppress(OSError):
         print(f"{os.path.basename(sys.argv[0])}: {' '.join(text.split())}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def joining(rank: int, world_size: int, address: str, port: int, timeout: float) -> Iterator[None]:
-    """Around what joins the others at address:port: it says after 4 s what it waits for, and gives up after `timeout`.
-    Torch's own limits start anew for each of several waits, and gloo's is five times as long."""
-    where, limit = f"rank {rank} of {world_size} at {address}:{port}", f"{timeout:g} s at most (--timeout)"
-    alone = (f"{where} waited in vain, {limit}: start all ranks, and see what they print; where hosts have several "
-             "networks, set GLOO_SOCKET_IFNAME to the interface of the right one")
-    timers = (threading.Timer(4, say, [f"{where} waits for the others, {limit}"]),
-              threading.Timer(timeout + 1, lambda: (say(f"error: {alone}"), os._exit(1))))
-    for timer in timers:
-        timer.daemon = True
-        timer.start()
-    choose_interface(address, int(port))
-    try:
-        yield
-    except (RuntimeError, OSError) as error:
-        if re.search("EADDRINUSE|address already in use", str(error), re.I):
-            raise UsageError(f"port {port} is taken: choose another one, in MASTER_PORT") from None
-        raise ConnectionError(f"{alone} ({str(error).splitlines()[0]})") from None
-    finally:
-        for timer in timers:
-            timer.cancel()
-
-
-def choose_interface(address: str, port: int) -> None:
-    """Gloo tells the others the address of this host's own name. Where that is 127.0.1.1, as Debian's installer has it,
-    have gloo take the interface that leads to node 0, at address:port; on node 0 itself, the first but loopback."""
-    loopback, own = r"localhost$|127\.|::1$", "127.0.0.1"  # which gloo takes if the name stands for nothing
-    with contextlib.suppress(OSError, ValueError):
-        own = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
-    on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE") or re.match(loopback, address)
-    if on_one_node or "GLOO_SOCKET_IFNAME" in os.environ or not re.match(loopback, own):
-        return
-    with contextlib.suppress(OSError, ValueError, ImportError), socket.socket(type=socket.SOCK_DGRAM) as probe:
-        import fcntl  # not on Windows
-        probe.connect((address, port))  # sends nothing, but chooses the address to send from
-        source = probe.getsockname()[0]
-        for _, name in reversed(socket.if_nameindex()):
-            with contextlib.suppress(OSError):  # it has no address
-                found = fcntl.ioctl(probe, 0x8915, name.encode().ljust(256, b"\0"))  # SIOCGIFADDR
-                own = socket.inet_ntoa(found[20:24])
-                if not own.startswith("127.") and (own == source or source.startswith("127.")):
-                    os.environ["GLOO_SOCKET_IFNAME"] = name
-
-
-def end_with(parent: int) -> None:
-    """Have Linux end this process when the one that started it ends: a launcher that is killed cannot do that."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it was too late
-            os._exit(1)
-
-
-def let_the_first_speak(error: Optional[BaseException], timeout: float) -> None:
-    """Wait if `error` is a lost connection: the launcher ends all when one rank has ended, and reports that one."""
-    if isinstance(error, RuntimeError) and re.match("(?is)(?!.*timed out).*(gloo|nccl|connection)", str(error)):
-        time.sleep(min(5, timeout / 2))
 
 
 # ---- Options ---------------------------------------------------------------------------------------
@@ -218,8 +159,7 @@ class Sentences(Rows):
 
     @staticmethod
     def collate_fn(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        tokens, targets = batch
-        return tokens[:, :max(1, int(tokens.any(0).sum()))], targets
+        return batch[0][:, :max(1, int(batch[0].any(0).sum()))], batch[1]
 
 
 def load_data(args: Namespace) -> tuple[Dataset, Dataset, Dataset]:

@@ -9,12 +9,10 @@
 
 `grep -n 'DDP [0-9]' ddp_launch.py` prints the recipe; `diff ddp_spawn.py ddp_launch.py`, what the launch changes.
 """
-import gc
 import os
 import re
 import signal
 import sys
-import traceback
 from argparse import Namespace
 from datetime import timedelta
 
@@ -38,12 +36,12 @@ def launched_ranks(args: Namespace) -> tuple:
             ranks = int(env["RANK"]), local, int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", local + 1))
         # The variables of a step. A job has SLURM_NTASKS too, but what is started in it without srun is alone.
         elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-            # "2(x3),1" is 2, 2, 2, 1; the list "node[07-09,12]" begins with node07.
+            # "2(x3),1" is 2, 2, 2, 1; the list "rack[1-2]n[07-09,12],x" begins with rack1n07.
             per_node = re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
             per_node = [int(tasks) for tasks, times in per_node for _ in range(int(times or 1))]
             ranks = (int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), int(env["SLURM_STEP_NUM_TASKS"]),
                      per_node[int(env["SLURM_NODEID"])])
-            env.setdefault("MASTER_ADDR", "".join(re.match(r"([^,\[]+)\[?(\d*)", env["SLURM_STEP_NODELIST"]).groups()))
+            env.setdefault("MASTER_ADDR", re.sub(r"\[(\d+)[^]]*\]|,.*", r"\1", env["SLURM_STEP_NODELIST"]))
             env.setdefault("MASTER_PORT", str(15000 + int(env["SLURM_JOB_ID"]) % 15000))
         else:
             return ()
@@ -59,7 +57,7 @@ def launched_ranks(args: Namespace) -> tuple:
 def worker(ranks: tuple, args: Namespace) -> None:
     """The process that this is: one of several, or without `ranks` the only one."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        common.end_with(common.PARENT)
+        tools.end_with(common.PARENT)
     # DDP 1: which of all processes this is, which of its node's, and how many there are.
     rank, local_rank, world_size, local_world_size = ranks or (0, args.local_rank or 0, 1, 1)
     # DDP 2: the device by local rank; the rank would name a GPU that a second node does not have.
@@ -72,7 +70,7 @@ def worker(ranks: tuple, args: Namespace) -> None:
     # DDP 3: join the others, through the address and port that the launcher has put into the environment.
     timeout = timedelta(seconds=args.timeout)
     if ranks:
-        with common.joining(rank, world_size, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], args.timeout):
+        with tools.joining(rank, world_size, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], args.timeout):
             store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
             if world_size == local_world_size:  # one that torchrun restarts must not find what the last one left there
                 store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)
@@ -128,11 +126,10 @@ def leave(timeout: float) -> None:
     """End the process group; to be called when `train` has returned or failed."""
     # DDP 9: leave, when nothing else holds the group: a thread of it that outlives the interpreter aborts it. The DDP
     # wrapper does, and is held by cycles, until the collector comes, and by the frames of a traceback.
-    traceback.clear_frames(sys.exc_info()[2])
-    gc.collect()
+    tools.drop_references()
     if dist.is_initialized():
         dist.destroy_process_group()
-    common.let_the_first_speak(sys.exc_info()[1], timeout)
+    tools.let_the_first_speak(sys.exc_info()[1], timeout)
 
 
 def main() -> None:

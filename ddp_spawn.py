@@ -6,12 +6,10 @@
 
 `grep -n 'DDP [0-9]' ddp_spawn.py` prints the recipe; `diff ddp_spawn.py ddp_launch.py`, what the launch changes.
 """
-import gc
 import os
 import signal
 import socket
 import sys
-import traceback
 from argparse import Namespace
 from datetime import timedelta
 
@@ -28,7 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 def worker(local_rank: int, args: Namespace, address: str, port: int) -> None:
     """Process number `local_rank` of this node."""
-    common.end_with(mp.parent_process().pid)
+    tools.end_with(mp.parent_process().pid)
     # DDP 1: which of all processes this is, which of its node's, and how many there are.
     rank, world_size, local_world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus, args.gpus
     # DDP 2: the device by local rank; the rank would name a GPU that a second node does not have.
@@ -38,7 +36,7 @@ def worker(local_rank: int, args: Namespace, address: str, port: int) -> None:
     data = common.load_data(args)
     # DDP 3: join the others, through the store that node 0's parent process keeps at this address and port.
     timeout = timedelta(seconds=args.timeout)
-    with common.joining(rank, world_size, address, port, args.timeout):
+    with tools.joining(rank, world_size, address, port, args.timeout):
         store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
@@ -92,11 +90,10 @@ def leave(timeout: float) -> None:
     """End the process group; to be called when `train` has returned or failed."""
     # DDP 9: leave, when nothing else holds the group: a thread of it that outlives the interpreter aborts it. The DDP
     # wrapper does, and is held by cycles, until the collector comes, and by the frames of a traceback.
-    traceback.clear_frames(sys.exc_info()[2])
-    gc.collect()
+    tools.drop_references()
     if dist.is_initialized():
         dist.destroy_process_group()
-    common.let_the_first_speak(sys.exc_info()[1], timeout)
+    tools.let_the_first_speak(sys.exc_info()[1], timeout)
 
 
 def main() -> None:

@@ -1,22 +1,99 @@
-"""What a run does besides training: --download, the report that it begins with, and --check."""
+"""What a run does besides training: wait for the others, leave them, --download, the first report, and --check."""
 import contextlib
+import ctypes
+import gc
 import hashlib
 import io
 import os
+import re
+import signal
 import socket
 import statistics
 import sys
 import tarfile
+import threading
 import time
+import traceback
 import urllib.request
 from argparse import Namespace
 from collections import Counter
-from typing import Any
+from typing import Any, Iterator, Optional
 
 import common  # before torch
 import torch
 import torch.distributed as dist
 
+
+# ---- Processes -------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def joining(rank: int, world_size: int, address: str, port: int, timeout: float) -> Iterator[None]:
+    """Around what joins the others at address:port: it says after 4 s what it waits for, and gives up after `timeout`.
+    Torch's own limits start anew for each of several waits, and gloo's is five times as long."""
+    import torch._dynamo  # noqa: F401 - or DDP's constructor does, while ranks that are there already wait for it
+    gc.freeze()
+    where, limit = f"rank {rank} of {world_size} at {address}:{port}", f"{timeout:g} s at most (--timeout)"
+    alone = (f"{where} waited in vain, {limit}: start all ranks, and see what they print; where hosts have several "
+             "networks, set GLOO_SOCKET_IFNAME to the interface of the right one")
+    timers = (threading.Timer(4, common.say, [f"{where} waits for the others, {limit}"]),
+              threading.Timer(timeout + 1, lambda: (common.say(f"error: {alone}"), os._exit(1))))
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    choose_interface(address, int(port))
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        if re.search("EADDRINUSE|address already in use", str(error), re.I):
+            raise common.UsageError(f"port {port} is taken: choose another one, in MASTER_PORT") from None
+        raise ConnectionError(f"{alone} ({str(error).splitlines()[0]})") from None
+    finally:
+        for timer in timers:
+            timer.cancel()
+
+
+def choose_interface(address: str, port: int) -> None:
+    """Gloo tells the others the address of this host's own name. Where that is 127.0.1.1, as Debian's installer has it,
+    have gloo take the interface that leads to node 0, at address:port; on node 0 itself, the first but loopback."""
+    loopback, own = r"localhost$|127\.|::1$", "127.0.0.1"  # which gloo takes if the name stands for nothing
+    with contextlib.suppress(OSError, ValueError):
+        own = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
+    on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE") or re.match(loopback, address)
+    if on_one_node or "GLOO_SOCKET_IFNAME" in os.environ or not re.match(loopback, own):
+        return
+    with contextlib.suppress(OSError, ValueError, ImportError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        import fcntl  # not on Windows
+        probe.connect((address, port))  # sends nothing, but chooses the address to send from
+        source = probe.getsockname()[0]
+        for _, name in reversed(socket.if_nameindex()):
+            with contextlib.suppress(OSError):  # it has no address
+                found = fcntl.ioctl(probe, 0x8915, name.encode().ljust(256, b"\0"))  # SIOCGIFADDR
+                own = socket.inet_ntoa(found[20:24])
+                if not own.startswith("127.") and (own == source or source.startswith("127.")):
+                    os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def end_with(parent: int) -> None:
+    """Have Linux end this process when the one that started it ends: a launcher that is killed cannot do that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it was too late
+            os._exit(1)
+
+
+def let_the_first_speak(error: Optional[BaseException], timeout: float) -> None:
+    """Wait if `error` is a lost connection: the launcher ends all when one rank has ended, and reports that one."""
+    if isinstance(error, RuntimeError) and re.match("(?is)(?!.*timed out).*(gloo|nccl|connection)", str(error)):
+        time.sleep(min(5, timeout / 2))
+
+
+def drop_references() -> None:
+    """Let go of what holds the process group, so that destroy_process_group ends it, and its threads with it."""
+    traceback.clear_frames(sys.exc_info()[2])
+    gc.collect()
+    time.sleep(0.1)  # its threads drop the last tensors: for that they need the GIL, which old torch would not give up
+
+
+# ---- Data ------------------------------------------------------------------------------------------
 SOURCES = {"MNIST": "https://ossci-datasets.s3.amazonaws.com/mnist",
            "Subj": "https://www.cs.cornell.edu/people/pabo/movie-review-data/rotten_imdb.tar.gz"}
 # SHA-256: for MNIST of the .gz files, for Subj of the lines, each ended by one newline, as copies differ in that.
@@ -65,6 +142,7 @@ def download(dataset: str, folder: str, timeout: float) -> None:
                                     f"hand, or name another source in {variable}") from None
 
 
+# ---- Reports ---------------------------------------------------------------------------------------
 def report_processes(local_rank: int, device: torch.device, args: Namespace) -> None:
     """Rank 0 prints who is where, a line for each rank, and what they use."""
     name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

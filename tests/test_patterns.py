@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 import unittest
+from argparse import Namespace
+from unittest import mock
 
 import ddp_launch  # before torch
 import ddp_spawn
@@ -91,6 +93,15 @@ class SlurmVariablesTest(unittest.TestCase):
         self.assertEqual(PROCESS.findall(results[0][1])[1][:3], ("1", "2", "1"))
         self.assertEqual(results[1][1], "")
 
+    def test_the_last_of_seven_tasks_on_four_nodes(self):
+        """The address is that of the first node, however the list is compressed."""
+        step = {"SLURM_JOB_ID": "40001", "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+                "SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}
+        for nodes, first in (("rack[1-2]n[07,09]", "rack1n07"), ("n[3-5,8],x", "n3"), ("a,b[1-3]", "a")):
+            with mock.patch.dict(os.environ, {**step, "SLURM_STEP_NODELIST": nodes}, clear=True):
+                self.assertEqual(ddp_launch.launched_ranks(Namespace(local_rank=None)), (6, 0, 7, 1))
+                self.assertEqual((os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), (first, "25001"))
+
     def test_inside_a_job_but_without_a_step_it_is_alone(self):
         job = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
         code, out, _ = call(ddp_launch, "--epochs", "0", **job)
@@ -157,11 +168,13 @@ class EndTest(FolderTest):
 
     def test_nothing_of_the_process_group_is_left(self):
         """What aborts is a thread of gloo that drops a tensor while the interpreter ends."""
-        left = "common.let_the_first_speak(sys.exc_info()[1], timeout)"
+        left = "tools.let_the_first_speak(sys.exc_info()[1], timeout)"
         show = f'{left}\n    print(f"{{len(os.listdir(\'/proc/self/task\'))}} thread left")'
-        by_chance = "import gc\n", "import gc; gc.disable()\n"  # the collector could come by itself
-        project(self.folder, *[(name, *edit) for name in ("ddp_spawn.py", "ddp_launch.py")
-                               for edit in ((left, show), by_chance)])
+        by_chance = "gc.enable()", "gc.enable"  # the collector could come by itself
+        made = "    state = common.TrainState("
+        cycle = made, f"    model.cycle = [model]\n{made}"  # as a user's model can be
+        project(self.folder, ("common.py", *by_chance), *[(name, *edit) for name in ("ddp_spawn.py", "ddp_launch.py")
+                                                          for edit in ((left, show), cycle)])
         for command in (["ddp_spawn.py", "--accumulation_steps", "2"], [*launcher(1), "ddp_launch.py"]):
             with self.subTest(command=command):
                 code, out, err = run(*command, "--epochs", "1", cwd=self.folder, OMP_NUM_THREADS="1")
