@@ -32,8 +32,8 @@ def joining(rank: int, world_size: int, address: str, port: int, timeout: float)
     import torch._dynamo  # noqa: F401 - or DDP's constructor does, while ranks that are there already wait for it
     gc.freeze()
     where, limit = f"rank {rank} of {world_size} at {address}:{port}", f"{timeout:g} s at most (--timeout)"
-    alone = (f"{where} waited in vain, {limit}: start all ranks, and see what they print; where hosts have several "
-             "networks, set GLOO_SOCKET_IFNAME to the interface of the right one")
+    alone = (f"{where} waited in vain, {limit}: start all ranks, with one address, port, number of nodes and number of "
+             "processes; where hosts have several networks, set GLOO_SOCKET_IFNAME to the interface of the right one")
     timers = (threading.Timer(4, common.say, [f"{where} waits for the others, {limit}"]),
               threading.Timer(timeout + 1, lambda: (common.say(f"error: {alone}"), os._exit(1))))
     for timer in timers:
@@ -192,4 +192,4 @@ def check(rank: int, local_rank: int, world_size: int, device: torch.device, _: 
     if rank == 0:
         print("\n".join(problems or ["all is well"]), flush=True)
     if problems:
-        sys.exit(1)
+        raise RuntimeError(f"--check: {'; '.join(problems)}")
