@@ -15,7 +15,7 @@ from tests.test_patterns import PROCESS
 SCRIPTS = ("srun.sh", "torchrun.sh")
 PER_NODE = "SLURM_GPUS_ON_NODE:-2"  # the line of torchrun.sh that is to be edited
 SLOW = ["--batch_size", "4", "--epochs", "4"]  # seconds for each epoch
-LONG = ["--epochs", "60"]  # longer than a job with a limit of three minutes
+LONG = ["--epochs", "120"]  # longer than until the signal in a job with a limit of three minutes
 CHECK = "    if rank == 0:\n        common.check_files"
 FAILS = ("ddp_launch.py", CHECK, "    if rank == 1:\n        raise OSError('no disk')\n" + CHECK)
 long_test = unittest.skipUnless(os.environ.get("LONG_TESTS"), "takes minutes: LONG_TESTS=1")
