@@ -30,7 +30,6 @@ def joining(rank: int, world_size: int, address: str, port: int, timeout: float)
     """Around what joins the others at address:port: it says after 4 s what it waits for, and gives up after `timeout`.
     Torch's own limits start anew for each of several waits, and gloo's is five times as long."""
     import torch._dynamo  # noqa: F401 - or DDP's constructor does, while ranks that are there already wait for it
-    gc.freeze()
     where, limit = f"rank {rank} of {world_size} at {address}:{port}", f"{timeout:g} s at most (--timeout)"
     alone = (f"{where} waited in vain, {limit}: start all ranks, with one address, port, number of nodes and number of "
              "processes; where hosts have several networks, set GLOO_SOCKET_IFNAME to the interface of the right one")

@@ -167,18 +167,20 @@ class EndTest(FolderTest):
     """Case 17: "terminate called without an active exception" after the last line, in a run out of three, or of 300."""
 
     def test_nothing_of_the_process_group_is_left(self):
-        """What aborts is a thread of gloo that drops a tensor while the interpreter ends."""
-        left = "tools.let_the_first_speak(sys.exc_info()[1], timeout)"
-        show = f'{left}\n    print(f"{{len(os.listdir(\'/proc/self/task\'))}} thread left")'
+        """What aborts is a thread of gloo that drops a tensor while the interpreter ends. It has three."""
+        count = "len(os.listdir('/proc/self/task'))"
+        before = "    tools.drop_references()", f"    before = {count}\n    tools.drop_references()"
+        left = "    tools.let_the_first_speak"
+        after = left, f"    print(before - {count}, 'threads ended')\n{left}"
         by_chance = "gc.enable()", "gc.enable"  # the collector could come by itself
         made = "    state = common.TrainState("
         cycle = made, f"    model.cycle = [model]\n{made}"  # as a user's model can be
         project(self.folder, ("common.py", *by_chance), *[(name, *edit) for name in ("ddp_spawn.py", "ddp_launch.py")
-                                                          for edit in ((left, show), cycle)])
+                                                          for edit in (before, after, cycle)])
         for command in (["ddp_spawn.py", "--accumulation_steps", "2"], [*launcher(1), "ddp_launch.py"]):
             with self.subTest(command=command):
                 code, out, err = run(*command, "--epochs", "1", cwd=self.folder, OMP_NUM_THREADS="1")
-                self.assertEqual((code, re.findall(".*thread left", out)), (0, ["1 thread left"]), out + err)
+                self.assertEqual((code, re.findall(".*threads ended", out)), (0, ["3 threads ended"]), out + err)
 
     @unittest.skipUnless("LONG_TESTS" in os.environ, "takes an hour: LONG_TESTS=1 runs it")
     def test_200_runs_of_each_end_with_exit_code_0(self):
