@@ -90,6 +90,8 @@ def train(rank: int, local_rank: int, world_size: int, device: torch.device, dat
     # DDP 4: the same seed, so all ranks begin with the same weights; the wrapper averages gradients in backward.
     torch.manual_seed(args.seed)
     model = common.build_model(args, train_data).to(device)
+    if args.compile:  # inside the wrapper, which then still is what no_sync and unwrap look for
+        model = torch.compile(model)
     if dist.is_initialized() and args.grad_sync == "ddp":
         model = DDP(model, device_ids=[device] if device.type == "cuda" else None, **common.NO_BUFFER_SYNC)
 

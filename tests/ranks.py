@@ -172,6 +172,25 @@ def training_cases(rank, world_size):
                 yield f"{rows} rows, {size} each, {grad_sync}", (common.unwrap(model).weight.detach(), losses)
 
 
+def communication_cases(rank, world_size):
+    """What gloo is asked for in three steps with 32.2 MB of gradients: by a loop with nothing but DDP, and by ours."""
+    start = nn.Sequential(nn.Linear(20, 2000), nn.ReLU(), nn.Linear(2000, 4000), nn.ReLU(), nn.Linear(4000, 10))
+    data = common.Rows(torch.randn(6 * world_size, 20), torch.randint(10, (6 * world_size,)))
+    for kind in "bare", "ddp", "manual":
+        args = common.make_parser(None).parse_args(["--optimizer", "sgd", "--batch_size", "2"])
+        args.grad_sync = "manual" if kind == "manual" else "ddp"
+        model = DDP(copy.deepcopy(start)) if kind != "manual" else start
+        loader = common.make_loader(data, range(rank, len(data), world_size), args, torch.device("cpu"))
+        state = common.TrainState(model, args, len(loader))
+        with torch.profiler.profile() as profile:
+            if kind == "bare":
+                for inputs, targets in loader:
+                    nn.functional.cross_entropy(model(inputs), targets).backward()
+            else:
+                common.train_one_epoch(model, loader, state, args)
+        yield kind, {event.key: event.count for event in profile.key_averages() if "gloo:" in event.key}
+
+
 def buffers(rank, world_size):
     norm = nn.BatchNorm1d(2)
     norm.running_mean += rank
@@ -187,6 +206,8 @@ def main(folder):
     functions = [evaluate_cases]
     if world_size <= 3:
         functions += [reduce_mean_cases, average_gradients_cases, training_cases, buffers]
+    if 1 < world_size <= 3:
+        functions += [communication_cases]
     for cases in functions:
         results[cases.__name__] = dict(cases(rank, world_size))
     torch.save(results, f"{folder}/{rank}.pt")
