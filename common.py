@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import gzip
 import io
@@ -325,19 +326,28 @@ def reduce_mean(value: Any, nprocs: Optional[int] = None) -> Tensor:
     return result.to(tensor.device, tensor.dtype if tensor.is_floating_point() else torch.float64)
 
 
-def gradient_buckets(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, int, int]]]:
-    """Cut the trainable parameters into pieces (parameter, start, end) and fill buckets with them, each of one device
-    and one dtype; alike on all ranks, whatever gradients they have."""
+@functools.lru_cache(maxsize=2)  # new memory in each step would cost more time than filling it
+def bucket_row(_: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One of the two rows that travel in turns; not to be used elsewhere."""
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def gradient_buckets(model: nn.Module) -> Iterator[tuple[Tensor, list[tuple[nn.Parameter, int, int]]]]:
+    """Cut the trainable parameters into pieces (parameter, start, end), in buckets of one device and one dtype, alike on
+    all ranks, whatever gradients they have; with each bucket a row for its elements, which the next but one shares."""
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():  # a shared parameter comes once
         if parameter.requires_grad:
             kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-    for parameters in kinds.values():
-        size = BUCKET_BYTES // max(4, parameters[0].element_size())  # half precision travels as float32
+    turns = itertools.cycle((0, 1))
+    for (device, dtype), parameters in kinds.items():
+        dtype = torch.promote_types(dtype, torch.float32)  # half precision is summed in float32
+        size = BUCKET_BYTES // dtype.itemsize
         starts = [0, *itertools.accumulate(parameter.numel() for parameter in parameters)]  # of each, all in one row
         for at in range(0, starts[-1], size):
-            yield [(parameter, max(0, at - start), min(parameter.numel(), at + size - start))
-                   for parameter, start in zip(parameters, starts) if at - parameter.numel() < start < at + size]
+            yield bucket_row(next(turns), min(size, starts[-1]) + 2 * len(parameters), dtype, device), [
+                (parameter, max(0, at - start), min(parameter.numel(), at + size - start))
+                for parameter, start in zip(parameters, starts) if at - parameter.numel() < start < at + size]
 
 
 @torch.no_grad()
@@ -353,41 +363,45 @@ def average_gradients(model: nn.Module) -> None:
         return
     dense: dict[nn.Parameter, Tensor] = {}  # each gradient as one row: a view of it, if it is dense and contiguous
     flying: list[Any] = []
-    for bucket in gradient_buckets(model):
-        for parameter in [parameter for parameter, start, _ in bucket if start == 0]:
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dense[parameter] = (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
-        dtype = torch.promote_types(bucket[0][0].dtype, torch.float32)
-        # Every rank sends every parameter, and along with it whether it has a gradient: ranks that left some out
-        # would pair up different tensors, and asking first would cost a collective.
-        flags = [flag for p, _, _ in bucket for flag in (p.grad is not None, p.grad is not None and p.grad.is_sparse)]
-        flat = torch.cat([dense[p][start:end].to(dtype) for p, start, end in bucket] +
-                         [torch.tensor(flags, dtype=dtype, device=bucket[0][0].device)])
-        flying.append((dist.all_reduce(flat, async_op=True), bucket, flat))
+    for row, bucket in gradient_buckets(model):
+        pieces, flags = [], []
+        for parameter, start, end in bucket:
+            grad = parameter.grad
+            if start == 0:
+                whole = torch.zeros_like(parameter) if grad is None else grad.to_dense() if grad.is_sparse else grad
+                dense[parameter] = whole.reshape(-1)
+            pieces.append(dense[parameter][start:end])
+            # Every rank sends every parameter, and along with it whether it has a gradient: ranks that left some out
+            # would pair up different tensors, and asking first would cost a collective.
+            flags += grad is not None, grad is not None and grad.is_sparse
+        flat = row[:sum(end - start for _, start, end in bucket) + len(flags)]
+        torch.cat([*pieces, torch.tensor(flags, dtype=row.dtype, device=row.device)], out=flat)
+        flying.append((dist.all_reduce(flat, async_op=True), bucket, pieces, flat))
         if len(flying) == 2:  # while this bucket travels, the one before is unpacked and the next is packed
             put_means(*flying.pop(0), dense, world_size)
     for last in flying:
         put_means(*last, dense, world_size)
 
 
-def put_means(work: Any, bucket: list, flat: Tensor, dense: dict[nn.Parameter, Tensor], world_size: int) -> None:
+def put_means(work: Any, bucket: list, pieces: list[Tensor], flat: Tensor, dense: dict[nn.Parameter, Tensor],
+              world_size: int) -> None:
     """Wait for the sums of a bucket, and put the means where its pieces came from."""
     work.wait()
     sums, flags = flat.split([len(flat) - 2 * len(bucket), 2 * len(bucket)])
-    means = sums.div_(world_size).split([end - start for _, start, end in bucket])
-    for i, ((parameter, start, end), mean) in enumerate(zip(bucket, means)):
-        dense[parameter][start:end] = mean
+    torch._foreach_copy_(pieces, sums.div_(world_size).split([end - start for _, start, end in bucket]))
+    for i, (parameter, _, end) in enumerate(bucket):
         if end < parameter.numel():
             continue
-        whole_mean = dense.pop(parameter).view(parameter.shape)
-        if parameter.grad is None:
+        mean, grad = dense.pop(parameter), parameter.grad
+        if grad is None:
             somewhere, sparse = flags[2 * i:2 * i + 2].tolist()  # waits for the device: only where one is missing
             if somewhere:
-                parameter.grad = whole_mean.to_sparse(1) if sparse else whole_mean
-        elif parameter.grad.is_sparse:
-            parameter.grad = whole_mean.to_sparse(parameter.grad.sparse_dim())
-        elif whole_mean.data_ptr() != parameter.grad.data_ptr():
-            parameter.grad.copy_(whole_mean)
+                mean = mean.view(parameter.shape)
+                parameter.grad = mean.to_sparse(1) if sparse else mean
+        elif grad.is_sparse:
+            parameter.grad = mean.view(parameter.shape).to_sparse(grad.sparse_dim())
+        elif mean.data_ptr() != grad.data_ptr():
+            grad.copy_(mean.view(parameter.shape))
 
 
 def average_buffers(model: nn.Module) -> None:
