@@ -1,0 +1,361 @@
+"""What the README's figures come from: ratios of things that are measured side by side in one run.
+
+    python benchmarks/bench.py                    # all tables, in about twelve minutes on two cores
+    python benchmarks/bench.py step startup       # some: input average step choices scaling threads startup memory
+
+Each figure is a median of at least five rounds, in which the candidates take turns, after one that does not count.
+"""
+import contextlib
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any, Callable
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+import common  # before torch
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from tests.helpers import write_mnist
+
+CPU = torch.device("cpu")
+
+
+def alternate(candidates: dict[str, Callable[[], Any]], rounds: int = 7) -> dict[str, float]:
+    """Median seconds of each candidate; in every other round they take turns in the opposite order."""
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for round in range(rounds + 1):
+        for name in list(candidates)[::1 if round % 2 else -1]:
+            if dist.is_initialized():
+                dist.barrier()
+            started = time.perf_counter()
+            candidates[name]()
+            if round:
+                seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(found) for name, found in seconds.items()}
+
+
+def show(title: str, *rows: tuple) -> None:
+    """Print a table; its title names the columns."""
+    if common.rank_and_world_size()[0] == 0:
+        if title:
+            print(f"\n{title}")
+        for name, *figures in rows:
+            print(f"  {name:<84}", *[f"{figure:>9.2f}" for figure in figures], flush=True)
+
+
+def options(*given: str) -> Any:
+    return common.make_parser(None).parse_args(["--optimizer", "sgd", *given])
+
+
+def in_memory(name: str, samples: int) -> common.Rows:
+    """Random samples, in the form of the data set of that name."""
+    if name == "Subj":
+        return common.Sentences(torch.randint(1, 20_000, (samples, 24)), torch.randint(2, (samples,)))
+    images = name == "MNIST"
+    inputs = torch.randint(256, (samples, 1, 28, 28), dtype=torch.uint8) if images else torch.randn(samples, 20)
+    return common.Rows(inputs, torch.randint(10, (samples,)))
+
+
+NAMES = {"synthetic": "small MLP", "MNIST": "MNIST network", "Subj": "Subj network"}
+
+
+# ---- Input -----------------------------------------------------------------------------------------
+def input() -> None:
+    """A pass over the data: whole batches, as common.py fetches them, against DataLoader's default, row by row."""
+    rows = []
+    for name, title in (("synthetic", "60,000 rows of 20 floats"), ("MNIST", "60,000 images of 28x28 bytes")):
+        data = in_memory(name, 60_000)
+        sampler = DistributedSampler(data, num_replicas=1, rank=0)
+        rows.append(passes(title, data, sampler, DataLoader(TensorDataset(*data.tensors), 100, sampler=sampler)))
+    words = [torch.randint(1, 20_000, (length,)) for length in torch.randint(3, 40, (10_000,)).tolist()]
+    targets = torch.randint(2, (10_000,))
+
+    def pad(batch: list) -> tuple:
+        return nn.utils.rnn.pad_sequence([tokens for tokens, _ in batch], True), torch.stack([t for _, t in batch])
+
+    sampler = DistributedSampler(targets, num_replicas=1, rank=0)
+    plain = DataLoader(list(zip(words, targets)), 100, sampler=sampler, collate_fn=pad)
+    sentences = common.Sentences(nn.utils.rnn.pad_sequence(words, True), targets)
+    rows.append(passes("10,000 sentences of 3 to 39 words, padded for each batch", sentences, sampler, plain))
+    show("Input: times the samples per second of DataLoader's default batching", *rows)
+
+
+def passes(title: str, data: common.Rows, sampler: Any, plain: DataLoader) -> tuple:
+    ours = common.make_loader(data, sampler, options(), CPU)
+    found = alternate({"ours": lambda: all(True for _ in ours), "plain": lambda: all(True for _ in plain)})
+    return title, found["plain"] / found["ours"]
+
+
+# ---- In several ranks ------------------------------------------------------------------------------
+def rank(local_rank: int, world_size: int, port: int, name: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=local_rank, world_size=world_size)
+    globals()[name]()
+    dist.barrier()
+    os._exit(0)  # without the teardown of what was measured
+
+
+def in_ranks(name: str, world_size: int = 2) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(rank, args=(world_size, store.port, name), nprocs=world_size)
+
+
+def average_one_by_one(model: nn.Module) -> None:
+    """As in the notes."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def average() -> None:
+    rows = []
+    for title, shapes in (("60 tensors, 11 million parameters", [(512, 512)] * 40 + [(512,)] * 19 + [(500, 1000)]),
+                          ("200 tensors of 100", [(100,)] * 200)):
+        model = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+        for parameter in model:
+            parameter.grad = torch.ones_like(parameter)
+        flat = torch.cat([parameter.grad.reshape(-1) for parameter in model])
+        found = alternate({"ours": lambda: common.average_gradients(model), "flat": lambda: dist.all_reduce(flat),
+                           "one by one": lambda: average_one_by_one(model)}, 25)
+        rows.append((title, found["ours"] / found["flat"], found["one by one"] / found["ours"]))
+    show("average_gradients: its time by that of one flat all-reduce; that of one for each tensor by its time", *rows)
+
+
+class Loops:
+    """An epoch of each of four loops over the same shards, each with a model of its own."""
+
+    def __init__(self, name: str, samples: int) -> None:
+        self.args, self.data = options("--dataset", name), in_memory(name, samples)
+        self.sampler = DistributedSampler(self.data, *common.rank_and_world_size()[::-1])
+        self.loader = common.make_loader(self.data, self.sampler, self.args, CPU)
+        self.plain_loader = DataLoader(TensorDataset(*self.data.tensors), self.args.batch_size, sampler=self.sampler)
+        models = [common.build_model(self.args, self.data) for _ in range(4)]
+        models = [DDP(model, **common.NO_BUFFER_SYNC) for model in models[:3]] + models[3:]
+        self.states = [common.TrainState(model, self.args, len(self.loader)) for model in models]
+
+    def ours(self) -> None:
+        common.train_one_epoch(self.states[0].model, self.loader, self.states[0], self.args)
+
+    def silent(self) -> None:
+        """Ours, without DDP: ranks do not communicate."""
+        common.train_one_epoch(self.states[3].model, self.loader, self.states[3], self.args)
+
+    def bare(self) -> None:
+        """Batches cut by index, DDP, and nothing else."""
+        model, optimizer = self.states[1].model, self.states[1].optimizer
+        for indices in torch.tensor(list(self.sampler)).split(self.args.batch_size):
+            inputs, targets = self.data.tensors[0][indices], self.data.tensors[1][indices]
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+
+    def notes(self) -> None:
+        """DDP and average_gradients for each parameter, metrics reduced in every step."""
+        model, optimizer = self.states[2].model, self.states[2].optimizer
+        for inputs, targets in self.plain_loader:
+            optimizer.zero_grad()
+            outputs = model(inputs)
+            loss = F.cross_entropy(outputs, targets)
+            loss.backward()
+            average_one_by_one(model)
+            optimizer.step()
+            for value in loss.detach().clone(), (outputs.argmax(1) == targets).float().mean():
+                dist.barrier()
+                dist.all_reduce(value)
+                value.item()
+
+
+def step() -> None:
+    rows = []
+    for name, samples, rounds in (("synthetic", 20_000, 101), ("MNIST", 4000, 15)):
+        loops = Loops(name, samples)
+        found = alternate({"ours": loops.ours, "bare": loops.bare}, rounds)
+        notes = alternate({"ours": loops.ours, "notes": loops.notes})
+        rows.append((NAMES[name], found["bare"] / found["ours"], notes["notes"] / notes["ours"]))
+    show("Training loop, two ranks: times the steps per second of a bare loop; of the notes' loop", *rows)
+
+
+def choices() -> None:
+    """What is a matter of choice: the kind of optimizer, and torch.compile; in one process."""
+    torch.set_num_threads(1)
+    rows, compiled_rows = [], []
+    for name, title in NAMES.items():
+        data = in_memory(name, 100)
+        for optimizer in torch.optim.Adam, torch.optim.SGD:
+            steps = {}
+            for kind, more in ("default", {}), ("foreach", {"foreach": True}), ("fused", {"fused": True}):
+                model = common.build_model(options("--dataset", name), data)
+                F.cross_entropy(model(data.tensors[0]), data.tensors[1]).backward()
+                steps[kind] = optimizer(model.parameters(), lr=0.01, **more).step
+            found = alternate(steps, 51)
+            rows.append((f"{title}, {optimizer.__name__}", found["default"] / found["foreach"],
+                         found["default"] / found["fused"]))
+        if shutil.which("g++") and name != "Subj":
+            compiled = torch.compile(model)
+            found = alternate({which: lambda m=m: F.cross_entropy(m(data.tensors[0]), data.tensors[1]).backward()
+                               for which, m in (("plain", model), ("compiled", compiled))}, 51)
+            compiled_rows.append((title, found["plain"] / found["compiled"]))
+    show("Optimizer step: times the steps per second of torch's default on CPUs; foreach; fused", *rows)
+    show("Forward and backward: times the speed without --compile", *compiled_rows)
+
+
+def scaling_rank() -> None:
+    rows, world_size = [], common.rank_and_world_size()[1]
+    for name, samples in (("synthetic", 20_000), ("MNIST", 4000)):
+        loops = Loops(name, samples)
+        loop = loops.ours if world_size > 1 else loops.silent  # one process as `python ddp_launch.py` makes it
+        found = alternate({"loop": loop, "silent": loops.silent}, 9)
+        size = 4 * sum(parameter.numel() for parameter in loops.states[0].model.parameters())
+        steps = len(loops.loader) / found["loop"]
+        rows.append((f"{NAMES[name]}, {world_size} process(es)", samples / found["loop"],
+                     max(0, 1 - found["silent"] / found["loop"]), steps, size / 1000, 2 * size * steps / 1e6))
+    show("", *rows)
+
+
+def scaling() -> None:
+    """Processes of one thread each. DDP, against the same loop without it: what is left is the communication."""
+    print("\nScaling: samples per second; share of communication; steps per second; KB of gradients per step; MB/s "
+          "that each link of many machines would carry at this rate")
+    for processes in (1, 2, 4, 8):
+        in_ranks("scaling_rank", processes)
+
+
+# ---- Whole commands --------------------------------------------------------------------------------
+BARE = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if "train" in sys.argv:
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    inputs, targets = torch.randn(5500, 20), torch.randint(10, (5500,))
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)))
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    torch.nn.functional.cross_entropy(model(inputs[:100]), targets[:100]).backward()
+    optimizer.step()
+    dist.barrier()
+    os._exit(0)  # as DDP leaves threads of gloo behind, which now and then abort the interpreter at its end
+dist.destroy_process_group()
+"""
+
+
+@contextlib.contextmanager
+def bare_script():
+    with tempfile.TemporaryDirectory() as folder:
+        with open(os.path.join(folder, "bare.py"), "w") as file:
+            file.write(BARE)
+        yield file.name
+
+
+def command(*words: str, **environment: str) -> str:
+    """Run a command in the project's folder; returns what it printed."""
+    env = {**os.environ, "PYTHONWARNINGS": "ignore", **environment}
+    return subprocess.run(words, cwd=ROOT, env=env, check=True, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.DEVNULL).stdout
+
+
+def torchrun(processes: int, *words: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *words]
+
+
+def startup() -> None:
+    with bare_script() as bare:
+        found = alternate({
+            "one": lambda: command(*torchrun(2, "ddp_launch.py", "--epochs", "1", "--batch_size", "2000")),
+            "bare": lambda: command(*torchrun(2, bare)), "bare step": lambda: command(*torchrun(2, bare, "train"))}, 9)
+    answers = alternate({"help": lambda: command(sys.executable, "ddp_launch.py", "--help"),
+                         "error": lambda: subprocess.run([sys.executable, "ddp_spawn.py", "-g", "0"], cwd=ROOT,
+                                                         stderr=subprocess.DEVNULL),
+                         "import": lambda: command(sys.executable, "-c", "import torch")})
+    show("Start-up: wall time, by that of another command",
+         ("torchrun ddp_launch.py, one step and the evaluation, by a script that joins and all-reduces once",
+          found["one"] / found["bare"]),
+         ("the same, by a script that takes one step with DDP", found["one"] / found["bare step"]),
+         ("ddp_launch.py --help, by `import torch`", answers["help"] / answers["import"]),
+         ("an option error of ddp_spawn.py, by `import torch`", answers["error"] / answers["import"]))
+
+
+def peak(*words: str) -> float:
+    """Peak memory, in MB, of the largest process of a command."""
+    code = ("import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL, "
+            "stderr=subprocess.DEVNULL); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024)")
+    return float(command(sys.executable, "-c", code, *words))
+
+
+def memory() -> None:
+    with bare_script() as bare:
+        rows = [[peak(*torchrun(2, *words)) for words in (["ddp_launch.py"], [bare, "train"], [bare])]
+                for _ in range(5)]
+    ours, step, joined = (statistics.median(column) for column in zip(*rows))
+    show("Memory: peak of a rank of `torchrun ddp_launch.py`",
+         ("by that of a script with data, DDP model, gradients and optimizer", ours / step),
+         ("by that of a script that joins and all-reduces once, and imports no more than that", ours / joined))
+    in_ranks("bucket_memory")
+
+
+def bucket_memory() -> None:
+    """What average_gradients takes for 400 MB of gradients, in buckets. (Linux: it can set the peak back.)"""
+    model = nn.ParameterList(nn.Parameter(torch.zeros(1_000_000)) for _ in range(100))
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+
+    def status(key: str) -> int:
+        with open("/proc/self/status") as file:
+            return int(re.search(rf"{key}:\s+(\d+) kB", file.read()).group(1)) * 1024
+
+    dist.all_reduce(torch.ones(1_000_000))  # gloo's own memory
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = status("VmRSS")
+    common.average_gradients(model)
+    show("Memory of average_gradients, beyond model and gradients",
+         ("100 tensors of a million, in buckets of 25 MiB", (status("VmHWM") - before) / common.BUCKET_BYTES))
+
+
+def threads() -> None:
+    """One process with one thread and with all; two that share the cores, or take all of them each."""
+    cores, found = str(torch.get_num_threads()), {}
+    one, spawn, two = [sys.executable, "ddp_launch.py"], [sys.executable, "ddp_spawn.py", "-g", "2"], torchrun(
+        2, "ddp_launch.py")
+    keep = {"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000"}
+    commands = {"OMP_NUM_THREADS=1 python ddp_launch.py": (one, {"OMP_NUM_THREADS": "1"}),
+                "python ddp_launch.py": (one, {}), "python ddp_spawn.py -g 2": (spawn, {}),
+                "torchrun --nproc_per_node=2 ddp_launch.py": (two, {}),
+                f"OMP_NUM_THREADS={cores} python ddp_spawn.py -g 2": (spawn, {"OMP_NUM_THREADS": cores}),
+                f"{' '.join(f'{k}={v}' for k, v in keep.items())} python ddp_spawn.py -g 2": (spawn, keep)}
+    with tempfile.TemporaryDirectory() as folder:
+        write_mnist(folder, 4000, 10)
+        more = ["--dataset", "MNIST", "--data_root", folder, "--epochs", "5"]
+        for _ in range(5):
+            for name, (words, environment) in commands.items():
+                speed = re.findall(r"(\d+) samples/s", command(*words, *more, **environment))[-1]
+                found.setdefault(name, []).append(float(speed))
+    first, *_ = (statistics.median(speeds) for speeds in found.values())
+    show(f"Threads: samples per second of the MNIST network, by those of the first row; {cores} cores",
+         *((name, statistics.median(speeds) / first) for name, speeds in found.items()))
+
+
+TABLES = {"input": input, "average": lambda: in_ranks("average"), "step": lambda: in_ranks("step"), "choices": choices,
+          "scaling": scaling, "threads": threads, "startup": startup, "memory": memory}
+
+if __name__ == "__main__":
+    names = sys.argv[1:] or list(TABLES)
+    if not set(names) <= set(TABLES):
+        sys.exit(f"bench.py: the tables are {' '.join(TABLES)}")
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores")
+    for name in names:
+        TABLES[name]()
