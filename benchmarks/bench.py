@@ -53,7 +53,7 @@ def show(title: str, *rows: tuple) -> None:
         if title:
             print(f"\n{title}")
         for name, *figures in rows:
-            print(f"  {name:<84}", *[f"{figure:>9.2f}" for figure in figures], flush=True)
+            print(f"  {name:<96}", *[f"{figure:>9.2f}" for figure in figures], flush=True)
 
 
 def options(*given: str) -> Any:
@@ -191,7 +191,6 @@ def step() -> None:
 
 def choices() -> None:
     """What is a matter of choice: the kind of optimizer, and torch.compile; in one process."""
-    torch.set_num_threads(1)
     rows, compiled_rows = [], []
     for name, title in NAMES.items():
         data = in_memory(name, 100)
@@ -317,7 +316,10 @@ def bucket_memory() -> None:
         with open("/proc/self/status") as file:
             return int(re.search(rf"{key}:\s+(\d+) kB", file.read()).group(1)) * 1024
 
-    dist.all_reduce(torch.ones(1_000_000))  # gloo's own memory
+    works = [dist.all_reduce(torch.ones(common.BUCKET_BYTES // 4), async_op=True) for _ in range(4)]
+    for work in works:  # so that gloo has its own memory before
+        work.wait()
+    del works, work
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     before = status("VmRSS")
@@ -328,7 +330,7 @@ def bucket_memory() -> None:
 
 def threads() -> None:
     """One process with one thread and with all; two that share the cores, or take all of them each."""
-    cores, found = str(torch.get_num_threads()), {}
+    cores, found = str(os.cpu_count()), {}
     one, spawn, two = [sys.executable, "ddp_launch.py"], [sys.executable, "ddp_spawn.py", "-g", "2"], torchrun(
         2, "ddp_launch.py")
     keep = {"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000"}
@@ -349,8 +351,9 @@ def threads() -> None:
          *((name, statistics.median(speeds) / first) for name, speeds in found.items()))
 
 
-TABLES = {"input": input, "average": lambda: in_ranks("average"), "step": lambda: in_ranks("step"), "choices": choices,
-          "scaling": scaling, "threads": threads, "startup": startup, "memory": memory}
+TABLES = {"input": input, "average": lambda: in_ranks("average"), "step": lambda: in_ranks("step"),
+          "choices": lambda: in_ranks("choices", 1), "scaling": scaling, "threads": threads,
+          "startup": startup, "memory": memory}
 
 if __name__ == "__main__":
     names = sys.argv[1:] or list(TABLES)
