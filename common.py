@@ -115,8 +115,8 @@ def make_parser(description: Optional[str], ddp: bool = True) -> Parser:
     if ddp:
         add("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="auto: nccl on GPUs, gloo on CPUs")
         add("--grad_sync", choices=("ddp", "manual"), default="ddp", help="manual: average_gradients, no DDP wrapper")
-        add("--compile", action="store_true", help="torch.compile the model: a longer start, and faster steps, which "
-            "pays on GPUs first (default: off)")
+        add("--compile", action="store_true", help="torch.compile the model: a longer start, then faster steps for all "
+            "but small models (default: off)")
         add("--check", action="store_true", help="instead of training, say who is where, and whether all-reduces are "
             "right, and how fast (default: off)")
     add("--timeout", type=POSITIVE, default=600, metavar="SECONDS",

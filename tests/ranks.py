@@ -109,6 +109,14 @@ def average_gradients_cases(rank, world_size):
     yield "sparse", [p.grad.to_dense() for p in model.parameters()]
     yield "stays sparse", [p.grad.is_sparse for p in model.parameters()]
 
+    if dist.is_initialized():
+        model = DDP(nn.Linear(1, 1, bias=False))
+        model(torch.tensor([[1.0 + rank]])).sum().backward()
+        common.average_gradients(model)
+        yield "ddp", gradients(model)
+
+
+def bucket_cases(rank, world_size):
     sizes = [5_000_000, 3, 7_000_000, 20_000_000]  # 128 MB in float32: 4.9 buckets of 25 MiB
     model = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in sizes)
     for i, parameter in enumerate(model):
@@ -123,12 +131,6 @@ def average_gradients_cases(rank, world_size):
     with Count() as count:
         common.average_gradients(model)
     yield "many, collectives", len(count.bytes)
-
-    if dist.is_initialized():
-        model = DDP(nn.Linear(1, 1, bias=False))
-        model(torch.tensor([[1.0 + rank]])).sum().backward()
-        common.average_gradients(model)
-        yield "ddp", gradients(model)
 
 
 def evaluate_cases(rank, world_size):
@@ -205,7 +207,7 @@ def main(folder):
     results = {}
     functions = [evaluate_cases]
     if world_size <= 3:
-        functions += [reduce_mean_cases, average_gradients_cases, training_cases, buffers]
+        functions += [reduce_mean_cases, average_gradients_cases, bucket_cases, training_cases, buffers]
     if 1 < world_size <= 3:
         functions += [communication_cases]
     for cases in functions:

@@ -126,7 +126,7 @@ class AverageGradientsTest(CollectivesTest):
             self.assertEqual(found["stays sparse"], [True, True])
 
     def test_collectives_follow_the_bytes_and_not_the_number_of_parameters(self):
-        for world_size, _, found in self.each("average_gradients_cases"):
+        for world_size, _, found in self.each("bucket_cases"):
             for i, (low, high) in enumerate(found["large"]):
                 self.assertAlmostEqual(low, 10 * i + (world_size - 1) / 2, places=5)
                 self.assertEqual(low, high)

@@ -7,10 +7,10 @@ import sys
 import time
 import unittest
 
-import common  # noqa: F401 - before torch
-import torch
-from tests.helpers import ROOT, FolderTest, Run, launcher, project, run, trained, wait_until
+from tests.helpers import ROOT, FolderTest, Run, launcher, project, run, trained, wait_until  # before torch
 from tests.test_patterns import PROCESS
+
+import torch
 
 SCRIPTS = ("srun.sh", "torchrun.sh")
 PER_NODE = "SLURM_GPUS_ON_NODE:-2"  # the line of torchrun.sh that is to be edited
