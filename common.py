@@ -332,6 +332,12 @@ def bucket_row(_: int, size: int, dtype: torch.dtype, device: torch.device) -> T
     return torch.empty(size, dtype=dtype, device=device)
 
 
+@functools.lru_cache(maxsize=64)  # copied to a GPU once, as a copy waits for what the GPU does
+def constant(values: tuple[bool, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The values as a tensor, which is not to be changed."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
 def gradient_buckets(model: nn.Module) -> Iterator[tuple[Tensor, list[tuple[nn.Parameter, int, int]]]]:
     """Cut the trainable parameters into pieces (parameter, start, end), in buckets of one device and one dtype, alike on
     all ranks, whatever gradients they have; with each bucket a row for its elements, which the next but one shares."""
@@ -356,7 +362,8 @@ def average_gradients(model: nn.Module) -> None:
 
     A gradient that is missing on some ranks counts as zero there; one missing on all stays None. Half precision is
     summed in float32, so that nothing overflows. A sparse gradient stays sparse, but travels dense. Without a process
-    group there is nothing to do. Not needed with DDP, which has averaged by the end of backward.
+    group there is nothing to do. Not needed with DDP, which has averaged by the end of backward. Takes the memory of
+    two buckets, 50 MiB at most, and keeps it for the next call.
     """
     world_size = rank_and_world_size()[1]
     if world_size == 1:
@@ -375,7 +382,7 @@ def average_gradients(model: nn.Module) -> None:
             # would pair up different tensors, and asking first would cost a collective.
             flags += grad is not None, grad is not None and grad.is_sparse
         flat = row[:sum(end - start for _, start, end in bucket) + len(flags)]
-        torch.cat([*pieces, torch.tensor(flags, dtype=row.dtype, device=row.device)], out=flat)
+        torch.cat([*pieces, constant(tuple(flags), row.dtype, row.device)], out=flat)
         flying.append((dist.all_reduce(flat, async_op=True), bucket, pieces, flat))
         if len(flying) == 2:  # while this bucket travels, the one before is unpacked and the next is packed
             put_means(*flying.pop(0), dense, world_size)
