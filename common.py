@@ -1,6 +1,7 @@
 """What the three scripts share: errors, options, data, models, collectives, the two loops, checkpoints and reports.
 
-Every function works with a process group and without one; importing has no effects but that of torch.
+Every function works with a process group and without one. Import this module before torch, as it imports torch in half
+the time; that is all that importing it does.
 """
 from __future__ import annotations
 
@@ -32,12 +33,12 @@ with warnings.catch_warnings():  # imported without numpy, which nothing here ne
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     import torch
 import torch.distributed as dist
-import torch.distributed.nn  # not first by DDP: its functions keep the group of that moment as a default, for ever
+import torch.distributed.nn  # or DDP does later: defaults of its functions then hold the process group for ever
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-gc.freeze()
+gc.freeze()  # nor shall it look through that later
 gc.enable()
 
 
@@ -51,7 +52,8 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except UsageError as error:
-        # All processes of a node find the same mistake. The others let the first say so; then the launcher ends them.
+        # All processes of a node find the same mistake. Those whose local rank is not 0 let the first say so; then the
+        # launcher ends them.
         if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")).strip("0").isdecimal():
             time.sleep(5)
         say(f"error: {error}")
@@ -104,7 +106,8 @@ def make_parser(description: Optional[str], ddp: bool = True) -> Parser:
     add("--data_root", default="data", metavar="DIR", help="holds MNIST/raw and Subj")
     add("--download", action="store_true", help="fetch missing files, once per node, and check them; the variables "
         "MNIST_URL and SUBJ_URL may name the folder and the archive to fetch from (default: off)")
-    add("--epochs", type=COUNT_OR_NONE, default=2, metavar="N", help="over the training data")
+    add("--epochs", type=COUNT_OR_NONE, default=2 if ddp else None, metavar="N", help="over the training data" if ddp
+        else "train, so many times over the data (default: none; random vectors are passed through)")
     add("--batch_size", type=COUNT, default=100, metavar="N", help=f"samples per step{' and process' * ddp}")
     add("--learning_rate", type=POSITIVE, metavar="LR", help="falls to 0 along a half cosine (default: "
         f"{LEARNING_RATES['adam']} for adam, {LEARNING_RATES['sgd']} for sgd)")
@@ -327,8 +330,8 @@ def reduce_mean(value: Any, nprocs: Optional[int] = None) -> Tensor:
 
 
 @functools.lru_cache(maxsize=2)  # new memory in each step would cost more time than filling it
-def bucket_row(_: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One of the two rows that travel in turns; not to be used elsewhere."""
+def bucket_row(turn: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The memory of a bucket; `turn`, 0 or 1, as two are in use at a time."""
     return torch.empty(size, dtype=dtype, device=device)
 
 
@@ -339,8 +342,8 @@ def constant(values: tuple[bool, ...], dtype: torch.dtype, device: torch.device)
 
 
 def gradient_buckets(model: nn.Module) -> Iterator[tuple[Tensor, list[tuple[nn.Parameter, int, int]]]]:
-    """Cut the trainable parameters into pieces (parameter, start, end), in buckets of one device and one dtype, alike on
-    all ranks, whatever gradients they have; with each bucket a row for its elements, which the next but one shares."""
+    """Lay the trainable parameters end to end, those of one device and dtype in one row, and cut it into buckets: lists
+    of (parameter, start, end). Alike on all ranks, whatever gradients they have. With each comes the memory for it."""
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():  # a shared parameter comes once
         if parameter.requires_grad:
@@ -397,7 +400,7 @@ def put_means(work: Any, bucket: list, pieces: list[Tensor], flat: Tensor, dense
     sums, flags = flat.split([len(flat) - 2 * len(bucket), 2 * len(bucket)])
     torch._foreach_copy_(pieces, sums.div_(world_size).split([end - start for _, start, end in bucket]))
     for i, (parameter, _, end) in enumerate(bucket):
-        if end < parameter.numel():
+        if end < parameter.numel():  # the rest of it comes with the next bucket
             continue
         mean, grad = dense.pop(parameter), parameter.grad
         if grad is None:
@@ -407,7 +410,7 @@ def put_means(work: Any, bucket: list, pieces: list[Tensor], flat: Tensor, dense
                 parameter.grad = mean.to_sparse(1) if sparse else mean
         elif grad.is_sparse:
             parameter.grad = mean.view(parameter.shape).to_sparse(grad.sparse_dim())
-        elif mean.data_ptr() != grad.data_ptr():
+        elif mean.data_ptr() != grad.data_ptr():  # of a gradient that is not contiguous, `dense` has a copy
             grad.copy_(mean.view(parameter.shape))
 
 
@@ -461,7 +464,8 @@ def train_one_epoch(model: nn.Module, loader: DataLoader, state: TrainState, arg
                 if real < len(targets):
                     outputs, targets = outputs[:real], targets[:real]
                 loss = F.cross_entropy(outputs, targets, reduction="sum")
-            # Backward takes the weight, with less work than a multiplication. DDP divides by the world size.
+            # Backward's argument is the weight of each sample: in a step of 200, 1/200, times the world size, by which
+            # DDP divides. To multiply the loss by it would come to the same, and take longer.
             state.scaler.scale(loss).backward(loss.new_full((), world_size / in_this_step))
         loss_sum += loss.detach()  # stays on the device: reading it would wait for it
         if ends_step:
@@ -560,7 +564,10 @@ class TrainState:
     def load_state_dict(self, content: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
         for name, value in {**vars(self), "model": unwrap(self.model)}.items():
-            value.load_state_dict(content[name]) if hasattr(value, "state_dict") else setattr(self, name, content[name])
+            if hasattr(value, "state_dict"):
+                value.load_state_dict(content[name])
+            else:
+                setattr(self, name, content[name])
 
 
 def replace_file(path: str, write: Callable[[IO[bytes]], Any]) -> None:
@@ -628,7 +635,10 @@ def resume(args: Namespace, state: TrainState, loader: DataLoader) -> None:
 
 
 def check_files(args: Namespace, data: Sequence[Dataset]) -> None:
-    """Before anything starts, on rank 0: raise UsageError if the files to write or to go on from are unusable."""
+    """Before anything starts, on rank 0: raise UsageError if a part of the data is empty, or a file to write or to go
+    on from is unusable."""
+    if not all(map(len, data)):
+        raise UsageError(f"training, validation and test need a sample each; they have {[len(part) for part in data]}")
     for option, path in (("--checkpoint", args.checkpoint), ("--metrics", args.metrics)):
         try:
             if path:

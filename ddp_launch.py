@@ -110,7 +110,7 @@ def train(rank: int, local_rank: int, world_size: int, device: torch.device, dat
         # Other random numbers (dropout) on each rank, and such as a resumed run will have again.
         torch.manual_seed(args.seed + 1 + epoch * world_size + rank)
         figures = common.train_one_epoch(model, train_loader, state, args)
-        # DDP 7: what ranks hold apart is made equal, and what they measured apart is summed before it is divided.
+        # DDP 7: BatchNorm's statistics, which each rank has from its own shard, are averaged; losses and hits, summed.
         common.average_buffers(model)
         state.end_epoch(figures, *common.evaluate(model, valid_loader))
         if is_main:  # DDP 8: one process prints and writes
@@ -126,8 +126,8 @@ def train(rank: int, local_rank: int, world_size: int, device: torch.device, dat
 
 def leave(timeout: float) -> None:
     """End the process group; to be called when `train` has returned or failed."""
-    # DDP 9: leave, when nothing else holds the group: a thread of it that outlives the interpreter aborts it. The DDP
-    # wrapper does, and is held by cycles, until the collector comes, and by the frames of a traceback.
+    # DDP 9: leave, when nothing else holds the group, or its threads go on, and may abort the interpreter at its end.
+    # The DDP wrapper holds it, and is itself held: by cycles, until the collector comes, and by a traceback's frames.
     tools.drop_references()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -74,7 +74,7 @@ def train(rank: int, local_rank: int, world_size: int, device: torch.device, dat
         # Other random numbers (dropout) on each rank, and such as a resumed run will have again.
         torch.manual_seed(args.seed + 1 + epoch * world_size + rank)
         figures = common.train_one_epoch(model, train_loader, state, args)
-        # DDP 7: what ranks hold apart is made equal, and what they measured apart is summed before it is divided.
+        # DDP 7: BatchNorm's statistics, which each rank has from its own shard, are averaged; losses and hits, summed.
         common.average_buffers(model)
         state.end_epoch(figures, *common.evaluate(model, valid_loader))
         if is_main:  # DDP 8: one process prints and writes
@@ -90,8 +90,8 @@ def train(rank: int, local_rank: int, world_size: int, device: torch.device, dat
 
 def leave(timeout: float) -> None:
     """End the process group; to be called when `train` has returned or failed."""
-    # DDP 9: leave, when nothing else holds the group: a thread of it that outlives the interpreter aborts it. The DDP
-    # wrapper does, and is held by cycles, until the collector comes, and by the frames of a traceback.
+    # DDP 9: leave, when nothing else holds the group, or its threads go on, and may abort the interpreter at its end.
+    # The DDP wrapper holds it, and is itself held: by cycles, until the collector comes, and by a traceback's frames.
     tools.drop_references()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -121,7 +121,7 @@ def main() -> None:
             raise common.UsageError(f"-n {args.nodes} needs --master_addr and --master_port (or MASTER_ADDR and "
                                     "MASTER_PORT): where machine 0 is, and a port that is free there")
     common.pick_device(args, 0, args.gpus)
-    data = common.load_data(args)
+    data = common.load_data(args)  # here only to find mistakes before anything starts; each process reads its own
     if args.nr == 0:
         common.check_files(args, data)
         # One process binds the port and keeps it. With port 0 the system picks a free one, which nobody can take
@@ -133,6 +133,7 @@ def main() -> None:
             raise common.UsageError(f"port {port} cannot be had, probably because it is taken: choose another "
                                     f"--master_port ({str(error).splitlines()[0]})") from None
         port = store.port
+    del data
     if args.gpus > 1:  # share out the cores, or each process takes all of them; torchrun gives each one thread
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.gpus)))
     try:

@@ -90,7 +90,7 @@ def train(args: Namespace, device: torch.device) -> None:
 
 def main() -> None:
     parser = common.make_parser(__doc__, ddp=False)
-    parser.set_defaults(epochs=None, batch_size=30)
+    parser.set_defaults(batch_size=30)
     parser.add_argument("--input_size", type=common.COUNT, default=5, metavar="N",
                         help="numbers per random vector, without --epochs")
     parser.add_argument("--output_size", type=common.COUNT, default=2, metavar="N",
@@ -103,7 +103,7 @@ def main() -> None:
     device, _ = common.pick_device(args)
     if args.epochs is not None:
         train(args, device)
-    elif args.checkpoint or args.metrics or args.download or args.dataset != "synthetic":
+    elif args.checkpoint or args.resume or args.metrics or args.download or args.dataset != "synthetic":
         raise common.UsageError("training starts with --epochs N; without it, only random vectors are passed through")
     else:
         demonstrate(args, device)

@@ -91,7 +91,8 @@ class OptionsTest(ErrorTest):
         self.check(ddp_launch, [], "MASTER_ADDR", **world)
 
     def test_options_of_training_without_training(self):
-        self.check(dp_example, ["--checkpoint", self.path("c.pt")], "--epochs")
+        for option in (["--checkpoint", self.path("c.pt")], ["--resume"], ["--dataset", "MNIST"]):
+            self.check(dp_example, option, "--epochs")
 
 
 class ReallyTest(FolderTest):
@@ -120,6 +121,11 @@ class FilesTest(ErrorTest):
             self.check(ddp_launch, [option, "/proc/file"], "/proc/file")
         self.check_all(["--resume"], "--resume", "--checkpoint")
         self.assertEqual(os.listdir(self.folder), [])
+
+    def test_an_empty_part_of_the_users_own_data(self):
+        train, _, test = common.load_data(common.make_parser(None).parse_args([]))
+        with mock.patch.object(common, "load_data", return_value=(train, common.Rows(*train[:0]), test)):
+            self.check_all([], "a sample each", "[4000, 0, 1000]")
 
     def test_missing_data(self):
         self.check_all(["--dataset", "MNIST", "--data_root", self.folder], self.path("MNIST", "raw", "train-images"),
