@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from typing import Any, Callable
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -31,18 +32,19 @@ from torch.utils.data.distributed import DistributedSampler
 from tests.helpers import write_mnist
 
 CPU = torch.device("cpu")
+LIMIT = timedelta(minutes=5)  # for each wait, and each command
 
 
 def alternate(candidates: dict[str, Callable[[], Any]], rounds: int = 7) -> dict[str, float]:
     """Median seconds of each candidate; in every other round they take turns in the opposite order."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    for round in range(rounds + 1):
-        for name in list(candidates)[::1 if round % 2 else -1]:
+    for i in range(rounds + 1):
+        for name in list(candidates)[::1 if i % 2 else -1]:
             if dist.is_initialized():
                 dist.barrier()
             started = time.perf_counter()
             candidates[name]()
-            if round:
+            if i:
                 seconds[name].append(time.perf_counter() - started)
     return {name: statistics.median(found) for name, found in seconds.items()}
 
@@ -73,7 +75,7 @@ NAMES = {"synthetic": "small MLP", "MNIST": "MNIST network", "Subj": "Subj netwo
 
 
 # ---- Input -----------------------------------------------------------------------------------------
-def input() -> None:
+def fetching() -> None:
     """A pass over the data: whole batches, as common.py fetches them, against DataLoader's default, row by row."""
     rows = []
     for name, title in (("synthetic", "60,000 rows of 20 floats"), ("MNIST", "60,000 images of 28x28 bytes")):
@@ -103,7 +105,7 @@ def passes(title: str, data: common.Rows, sampler: Any, plain: DataLoader) -> tu
 def rank(local_rank: int, world_size: int, port: int, name: str) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=local_rank, world_size=world_size)
+    dist.init_process_group("gloo", store=store, rank=local_rank, world_size=world_size, timeout=LIMIT)
     globals()[name]()
     dist.barrier()
     os._exit(0)  # without the teardown of what was measured
@@ -269,7 +271,7 @@ def command(*words: str, **environment: str) -> str:
     """Run a command in the project's folder; returns what it printed."""
     env = {**os.environ, "PYTHONWARNINGS": "ignore", **environment}
     return subprocess.run(words, cwd=ROOT, env=env, check=True, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.DEVNULL).stdout
+                          stderr=subprocess.DEVNULL, timeout=LIMIT.total_seconds()).stdout
 
 
 def torchrun(processes: int, *words: str) -> list[str]:
@@ -283,7 +285,7 @@ def startup() -> None:
             "bare": lambda: command(*torchrun(2, bare)), "bare step": lambda: command(*torchrun(2, bare, "train"))}, 9)
     answers = alternate({"help": lambda: command(sys.executable, "ddp_launch.py", "--help"),
                          "error": lambda: subprocess.run([sys.executable, "ddp_spawn.py", "-g", "0"], cwd=ROOT,
-                                                         stderr=subprocess.DEVNULL),
+                                                         stderr=subprocess.DEVNULL, timeout=60),
                          "import": lambda: command(sys.executable, "-c", "import torch")})
     show("Start-up: wall time, by that of another command",
          ("torchrun ddp_launch.py, one step and the evaluation, by a script that joins and all-reduces once",
@@ -356,7 +358,7 @@ def threads() -> None:
          *((name, statistics.median(speeds) / first) for name, speeds in found.items()))
 
 
-TABLES = {"input": input, "average": lambda: in_ranks("average"), "step": lambda: in_ranks("step"),
+TABLES = {"input": fetching, "average": lambda: in_ranks("average"), "step": lambda: in_ranks("step"),
           "choices": lambda: in_ranks("choices", 1), "scaling": scaling, "threads": threads,
           "startup": startup, "memory": memory}
 

@@ -86,7 +86,10 @@ class ThreadsTest(unittest.TestCase):
 
 
 @unittest.skipUnless(shutil.which("g++") or shutil.which("c++"), "torch.compile needs a C++ compiler here: no g++")
-class CompileTest(unittest.TestCase):
+class CompileTest(FolderTest):
     def test_the_same_weights_under_the_same_names(self):
-        compiled = Run("ddp_spawn.py", "-g", "2", "--compile")
+        then, tell = "    # DDP 5:", "    is_main and print('DDP of', type(model.module).__name__)\n"
+        project(self.folder, ("ddp_spawn.py", then, tell + then))
+        compiled = Run("ddp_spawn.py", "-g", "2", "--compile", cwd=self.folder)
+        self.assertIn("DDP of OptimizedModule\n", compiled.out)
         self.assertLess(compiled.difference(trained("ddp_spawn.py", "-g", "2")), 2e-5)
