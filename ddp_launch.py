@@ -9,141 +9,142 @@
 
 `grep -n 'DDP [0-9]' ddp_launch.py` prints the recipe; `diff ddp_spawn.py ddp_launch.py`, what the launch changes.
 """
+import contextlib
 import os
-import re
-import signal
 import sys
 from argparse import Namespace
 from datetime import timedelta
 
-if __name__ in ("__main__", "__mp_main__"):  # Ctrl-C ends every process at once, without tracebacks; files stay whole
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-import common  # before torch: see there
-import tools
+import common
+import runtime
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 
-def launched_ranks(args: Namespace) -> tuple:
-    """(rank, local_rank, world_size, local_world_size) from a launcher's variables; () without one."""
-    env = os.environ
-    try:
-        if "RANK" in env and "WORLD_SIZE" in env:
-            local = int(env.get("LOCAL_RANK", args.local_rank))
-            ranks = int(env["RANK"]), local, int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", local + 1))
-        # The variables of a step. A job has SLURM_NTASKS too, but what is started in it without srun is alone.
-        elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-            # "2(x3),1" is 2, 2, 2, 1; the list "rack[1-2]n[07-09,12],x" begins with rack1n07.
-            per_node = re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
-            per_node = [int(tasks) for tasks, times in per_node for _ in range(int(times or 1))]
-            ranks = (int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), int(env["SLURM_STEP_NUM_TASKS"]),
-                     per_node[int(env["SLURM_NODEID"])])
-            env.setdefault("MASTER_ADDR", re.sub(r"\[(\d+)[^]]*\]|,.*", r"\1", env["SLURM_STEP_NODELIST"]))
-            env.setdefault("MASTER_PORT", str(15000 + int(env["SLURM_JOB_ID"]) % 15000))
-        else:
-            return ()
-        port_fits = env["MASTER_ADDR"] and 0 < int(env["MASTER_PORT"]) < 65536
-        if not port_fits or not 0 <= ranks[0] < ranks[2] or not 0 <= ranks[1] < ranks[3]:
-            raise ValueError(f"rank {ranks[0]} of {ranks[2]}, local rank {ranks[1]} of {ranks[3]}")
-        return ranks
-    except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
-        raise common.UsageError("the launcher's variables RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
-                                f"do not fit together ({error!r}): unset them, or start with torchrun") from None
-
-
-def worker(ranks: tuple, args: Namespace) -> None:
-    """The process that this is: one of several, or without `ranks` the only one."""
+def worker(args: Namespace) -> None:
+    """The process that this is: one of several, if a launcher has started it."""
+    # DDP 1: the rank among all processes, and how many there are; local_rank counts on this node alone.
+    launched = runtime.launched_ranks(args)
+    if args.multi_gpu and not launched:
+        raise common.UsageError("--multi_gpu needs torchrun --nproc_per_node=2 ddp_launch.py --multi_gpu, for instance")
+    rank, local_rank, world_size, local_world_size = launched or (0, args.local_rank or 0, 1, 1)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        tools.end_with(common.PARENT)
-    # DDP 1: which of all processes this is, which of its node's, and how many there are.
-    rank, local_rank, world_size, local_world_size = ranks or (0, args.local_rank or 0, 1, 1)
-    # DDP 2: the device by local rank; the rank would name a GPU that a second node does not have.
-    device, backend = common.pick_device(args, local_rank, local_world_size)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    data = common.load_data(args)
-    if rank == 0:
-        common.check_files(args, data)
-    # DDP 3: join the others, through the address and port that the launcher has put into the environment.
-    timeout = timedelta(seconds=args.timeout)
-    if ranks:
-        with tools.joining(rank, world_size, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], args.timeout):
-            store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
-            if world_size == local_world_size:  # one that torchrun restarts must not find what the last one left there
-                store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    try:
-        (tools.check if args.check else train)(rank, local_rank, world_size, device, data, args)
-    finally:
-        leave(args.timeout)
+        runtime.end_with(runtime.PARENT)
+    with runtime.one_line_errors(local_rank):
+        # DDP 2: the device by LOCAL rank: rank 2 on the second node of two must use cuda:0, not cuda:2.
+        device, backend = runtime.pick_device(args, local_rank, local_world_size)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        data = common.load_data(args)
+        if rank == 0:
+            runtime.check_files(args, data)
+        # DDP 3: join the others, through the address and port that the launcher has put into the environment.
+        timeout = timedelta(seconds=args.timeout)
+        if launched:
+            address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+            with runtime.joining(rank, world_size, address, port, args.timeout):
+                store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
+                if world_size == local_world_size:  # one that torchrun restarts must not find what the last one left
+                    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        try:
+            if args.check:
+                runtime.check(rank, local_rank, world_size, device, args)
+            else:
+                train(rank, local_rank, world_size, device, data, args)
+        finally:
+            leave(args.timeout)
 
 
 def train(rank: int, local_rank: int, world_size: int, device: torch.device, data: tuple, args: Namespace) -> None:
     """What every process does, each with its own part of the data."""
-    is_main = rank == 0  # of the whole world: on several nodes, each has a local rank 0
-    tools.report_processes(local_rank, device, args)
+    is_main = rank == 0  # DDP 4: one process of the whole world prints and writes; each node has a local rank 0
+    runtime.report_processes(local_rank, device, args)
     train_data, valid_data, test_data = data
 
-    # DDP 4: the same seed, so all ranks begin with the same weights; the wrapper averages gradients in backward.
-    torch.manual_seed(args.seed)
+    # DDP 5: the same seed, so all ranks begin with the same weights; the wrapper averages gradients in backward.
+    common.seed(args.seed)
     model = common.build_model(args, train_data).to(device)
-    if args.compile:  # inside the wrapper, which then still is what no_sync and unwrap look for
+    if args.precision != "fp32":
+        model = common.Autocast(model, args.precision)
+    if args.compile:  # compile first, then wrap: DDP stays outermost
         model = torch.compile(model)
     if dist.is_initialized() and args.grad_sync == "ddp":
-        model = DDP(model, device_ids=[device] if device.type == "cuda" else None, **common.NO_BUFFER_SYNC)
+        # Do not broadcast BatchNorm's statistics in each step (they are averaged once per epoch), and do not keep the
+        # gradients twice, in the parameters and in the buckets in which they travel.
+        model = DDP(model, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False,
+                    gradient_as_bucket_view=True)
 
-    # DDP 5: each rank trains on its own shard. Padded to equal length, as ranks must take equally many steps.
+    # DDP 6: each rank trains on its own shard. Padded to equal length, as ranks must take equally many steps.
     sampler = DistributedSampler(train_data, num_replicas=world_size, rank=rank, seed=args.seed)
-    train_loader = common.make_loader(train_data, sampler, args, device)
+    train_loader = common.make_loader(train_data, sampler, args, device, drop_last=args.drop_last)
     # Evaluation needs no equal steps: shards without padding, so that no sample counts twice.
     valid_loader = common.make_loader(valid_data, range(rank, len(valid_data), world_size), args, device)
     test_loader = common.make_loader(test_data, range(rank, len(test_data), world_size), args, device)
 
-    state = common.TrainState(model, args, len(train_loader))
-    if args.resume:
-        common.resume(args, state, train_loader)
+    state = runtime.TrainState(model, args, data)
+    runtime.start_or_resume(args, state, train_loader)
     for epoch in range(state.epoch, args.epochs):
-        sampler.set_epoch(epoch)  # DDP 6: without it, every epoch has the same order
-        # Other random numbers (dropout) on each rank, and such as a resumed run will have again.
-        torch.manual_seed(args.seed + 1 + epoch * world_size + rank)
-        figures = common.train_one_epoch(model, train_loader, state, args)
-        # DDP 7: BatchNorm's statistics, which each rank has from its own shard, are averaged; losses and hits, summed.
-        common.average_buffers(model)
-        state.end_epoch(figures, *common.evaluate(model, valid_loader))
-        if is_main:  # DDP 8: one process prints and writes
-            common.log(args, state)
+        sampler.set_epoch(epoch)  # DDP 7: without it, every epoch has the same order
+        figures = train_one_epoch(model, train_loader, state, args)
+        valid_loss, valid_score = common.evaluate(model, valid_loader)
+        state.end_epoch(figures, valid_loss, valid_score)
+        if is_main:
             state.save(args.checkpoint)
+            runtime.log(args, state)
 
-    if state.best_model:
-        common.unwrap(model).load_state_dict(state.best_model)
-    test_loss, test_accuracy = common.evaluate(model, test_loader)
+    state.load_best()
+    test_loss, test_score = common.evaluate(model, test_loader)
     if is_main:
-        common.log(args, state, test_loss, test_accuracy)
+        runtime.log(args, state, test_loss, test_score)
+
+
+def train_one_epoch(model: nn.Module, loader: DataLoader, state: runtime.TrainState, args: Namespace) -> dict:
+    """Train on this rank's shard; returns the figures of all ranks together."""
+    no_sync = model.no_sync if isinstance(model, DDP) else contextlib.nullcontext
+    model.train()
+    for batch in runtime.batches(loader, state, args):
+        # DDP 8: backward averages the gradients over all ranks, except before the last micro-batch of a step.
+        with contextlib.nullcontext() if batch.ends_step else no_sync():
+            outputs = model(batch.inputs)
+            losses = common.losses(outputs, batch.targets)  # [batch], one for each sample
+            batch.record(losses)
+            loss = (losses * batch.weights).sum()  # this rank's part of the mean over all samples of the step
+            loss.backward()
+        if batch.ends_step:
+            if args.grad_sync == "manual":
+                common.average_gradients(model)  # after backward: before it, there are only the last step's gradients
+            state.optimizer_step()
+            state.optimizer.zero_grad()  # or the next step's gradients are added to these
+    # One all-reduce: the mean of BatchNorm's statistics, which each rank has from its own shard, and the sum of losses.
+    return state.end_training()
 
 
 def leave(timeout: float) -> None:
     """End the process group; to be called when `train` has returned or failed."""
-    # DDP 9: leave, when nothing else holds the group, or its threads go on, and may abort the interpreter at its end.
-    # The DDP wrapper holds it, and is itself held: by cycles, until the collector comes, and by a traceback's frames.
-    tools.drop_references()
+    # DDP 9: destroy the group once nothing refers to it; otherwise its threads may abort the interpreter at exit.
+    # The DDP wrapper refers to it, and lives on in cycles, until they are collected, and in a traceback's frames.
+    runtime.drop_references()
     if dist.is_initialized():
         dist.destroy_process_group()
-    tools.let_the_first_speak(sys.exc_info()[1], timeout)
+    runtime.let_the_first_speak(sys.exc_info()[1], timeout)
 
 
 def main() -> None:
-    parser = common.make_parser(__doc__)
-    parser.add_argument("--local_rank", type=common.COUNT_OR_NONE, metavar="N", help="without LOCAL_RANK (default: 0)")
-    parser.add_argument("--multi_gpu", action="store_true", help="refuse to start without a launcher (default: off)")
-    args = parser.parse_args()
-    ranks = launched_ranks(args)
-    if args.multi_gpu and not ranks:
-        raise common.UsageError("--multi_gpu needs torchrun --nproc_per_node=2 ddp_launch.py --multi_gpu, for instance")
-    worker(ranks, args)
+    parser = runtime.make_parser(__doc__)
+    group = parser.add_argument_group("launcher")
+    runtime.add_option(group, "--local_rank", type=runtime.COUNT_OR_NONE, metavar="N",
+                       help="rank on this node, if LOCAL_RANK is not set (default: 0)")
+    runtime.add_option(group, "--multi_gpu", action="store_true",
+                       help="refuse to start without a launcher (default: off)")
+    worker(parser.parse_args())
 
 
 if __name__ == "__main__":
-    record(common.run)(main)  # leaves the traceback for torchrun, to print it last
+    runtime.end_on_signals()
+    record(runtime.run)(main)  # leaves the traceback for torchrun, to print it last

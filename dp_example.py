@@ -8,8 +8,8 @@ Easy, and slow: the first GPU gathers the outputs and sums the gradients. Withou
 import os
 from argparse import Namespace
 
-import common  # before torch: see there
-import tools
+import common
+import runtime
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -58,49 +58,67 @@ def demonstrate(args: Namespace, device: torch.device) -> None:
 
 
 def train(args: Namespace, device: torch.device) -> None:
-    """The loop of ddp_spawn.py and ddp_launch.py, without what several processes need."""
+    """What ddp_spawn.py and ddp_launch.py do, without what several processes need."""
     train_data, valid_data, test_data = data = common.load_data(args)
-    common.check_files(args, data)
-    tools.report_processes(0, device, args)
-    torch.manual_seed(args.seed)
+    runtime.check_files(args, data)
+    runtime.report_processes(0, device, args)
+    common.seed(args.seed)
+    model = common.build_model(args, train_data).to(device)
+    if args.precision != "fp32":
+        model = common.Autocast(model, args.precision)
     # The wrapper is called like the module. Its first GPU has the weights; the copies last for one forward.
-    model = nn.DataParallel(common.build_model(args, train_data).to(device))
+    model = nn.DataParallel(model)
 
     # One process has the whole data. This sampler gives it in the order that all ranks of a DDP run have together.
     sampler = DistributedSampler(train_data, num_replicas=1, rank=0, seed=args.seed)
-    train_loader = common.make_loader(train_data, sampler, args, device)
+    train_loader = common.make_loader(train_data, sampler, args, device, drop_last=args.drop_last)
     valid_loader = common.make_loader(valid_data, range(len(valid_data)), args, device)
     test_loader = common.make_loader(test_data, range(len(test_data)), args, device)
 
-    state = common.TrainState(model, args, len(train_loader))
-    if args.resume:
-        common.resume(args, state, train_loader)
+    state = runtime.TrainState(model, args, data)
+    runtime.start_or_resume(args, state, train_loader)
     for epoch in range(state.epoch, args.epochs):
         sampler.set_epoch(epoch)
-        torch.manual_seed(args.seed + 1 + epoch)
-        figures = common.train_one_epoch(model, train_loader, state, args)
-        state.end_epoch(figures, *common.evaluate(model, valid_loader))
-        common.log(args, state)
+        figures = train_one_epoch(model, train_loader, state, args)
+        valid_loss, valid_score = common.evaluate(model, valid_loader)
+        state.end_epoch(figures, valid_loss, valid_score)
         state.save(args.checkpoint)
+        runtime.log(args, state)
 
-    if state.best_model:
-        common.unwrap(model).load_state_dict(state.best_model)
-    common.log(args, state, *common.evaluate(model, test_loader))
+    state.load_best()
+    test_loss, test_score = common.evaluate(model, test_loader)
+    runtime.log(args, state, test_loss, test_score)
+
+
+def train_one_epoch(model: nn.Module, loader: DataLoader, state: runtime.TrainState, args: Namespace) -> dict:
+    """Train on the whole data; returns the figures."""
+    model.train()
+    for batch in runtime.batches(loader, state, args):
+        outputs = model(batch.inputs)  # split over the GPUs, computed there, and gathered on the first
+        losses = common.losses(outputs, batch.targets)  # [batch], one for each sample
+        batch.record(losses)
+        loss = (losses * batch.weights).sum()  # the mean over all samples of the step
+        loss.backward()  # back through the copies: the first GPU gets the sum of their gradients
+        if batch.ends_step:
+            state.optimizer_step()
+            state.optimizer.zero_grad()  # or the next step's gradients are added to these
+    return state.end_training()
 
 
 def main() -> None:
-    parser = common.make_parser(__doc__, ddp=False)
-    parser.set_defaults(batch_size=30)
-    parser.add_argument("--input_size", type=common.COUNT, default=5, metavar="N",
-                        help="numbers per random vector, without --epochs")
-    parser.add_argument("--output_size", type=common.COUNT, default=2, metavar="N",
-                        help="outputs of the model, without --epochs")
-    parser.add_argument("--data_size", type=common.COUNT, default=100, metavar="N",
-                        help="random vectors, without --epochs")
+    parser = runtime.make_parser(__doc__, ddp=False)
+    parser.set_defaults(batch_size=30, epochs=None)
+    group = parser.add_argument_group("without --epochs: who gets which part of a batch")
+    runtime.add_option(group, "--input_size", type=runtime.COUNT, default=5, metavar="N",
+                       help="numbers per random vector")
+    runtime.add_option(group, "--output_size", type=runtime.COUNT, default=2, metavar="N",
+                       help="outputs of the model")
+    runtime.add_option(group, "--data_size", type=runtime.COUNT, default=100, metavar="N",
+                       help="random vectors")
     args = parser.parse_args()
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DataParallel takes every GPU that it sees
-    device, _ = common.pick_device(args)
+    device, _ = runtime.pick_device(args)
     if args.epochs is not None:
         train(args, device)
     elif args.checkpoint or args.resume or args.metrics or args.download or args.dataset != "synthetic":
@@ -110,4 +128,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    runtime.end_on_signals()
+    runtime.run(main)

@@ -19,7 +19,8 @@ from typing import Any, Callable
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-import common  # before torch
+import common
+import runtime
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -59,7 +60,7 @@ def show(title: str, *rows: tuple) -> None:
 
 
 def options(*given: str) -> Any:
-    return common.make_parser(None).parse_args(["--optimizer", "sgd", *given])
+    return runtime.make_parser(None).parse_args(["--optimizer", "sgd", *given])
 
 
 def in_memory(name: str, samples: int) -> common.Rows:
@@ -146,15 +147,15 @@ class Loops:
         self.loader = common.make_loader(self.data, self.sampler, self.args, CPU)
         self.plain_loader = DataLoader(TensorDataset(*self.data.tensors), self.args.batch_size, sampler=self.sampler)
         models = [common.build_model(self.args, self.data) for _ in range(4)]
-        models = [DDP(model, **common.NO_BUFFER_SYNC) for model in models[:3]] + models[3:]
-        self.states = [common.TrainState(model, self.args, len(self.loader)) for model in models]
+        models = [DDP(model, broadcast_buffers=False) for model in models[:3]] + models[3:]
+        self.states = [runtime.TrainState(model, self.args) for model in models]
 
     def ours(self) -> None:
-        common.train_one_epoch(self.states[0].model, self.loader, self.states[0], self.args)
+        ddp_launch.train_one_epoch(self.states[0].model, self.loader, self.states[0], self.args)
 
     def silent(self) -> None:
         """Ours, without DDP: ranks do not communicate."""
-        common.train_one_epoch(self.states[3].model, self.loader, self.states[3], self.args)
+        ddp_launch.train_one_epoch(self.states[3].model, self.loader, self.states[3], self.args)
 
     def bare(self) -> None:
         """Batches cut by index, DDP, and nothing else."""

@@ -15,7 +15,8 @@ import tempfile
 import time
 import unittest
 
-import common  # before torch
+import common
+import runtime
 import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -71,7 +72,7 @@ def wait_until(happened, what, timeout=60):
 
 def project(folder, *edits):
     """A copy of the scripts in which some text, as (file, text, other text), is replaced."""
-    for name in ("common.py", "tools.py", "ddp_spawn.py", "ddp_launch.py"):
+    for name in ("common.py", "runtime.py", "dp_example.py", "ddp_spawn.py", "ddp_launch.py"):
         shutil.copy(os.path.join(ROOT, name), folder)
     for name, text, other in edits:
         with open(os.path.join(folder, name)) as file:
@@ -127,7 +128,7 @@ def call(module, *options, **environment):
     sys.argv, code = [module.__file__, *options], 0
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            common.run(module.main)
+            runtime.run(module.main)
     except SystemExit as exit:
         code = exit.code
     finally:
@@ -181,4 +182,4 @@ def write_subj(folder, plot, quote):
 
 def options(*given):
     """The options of a training script, as common's functions take them."""
-    return common.make_parser(None).parse_args(list(given))
+    return runtime.make_parser(None).parse_args(list(given))

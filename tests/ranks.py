@@ -10,7 +10,9 @@ import warnings
 from datetime import timedelta
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import common  # before torch
+import common
+import ddp_launch
+import runtime
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -142,7 +144,7 @@ def evaluate_cases(rank, world_size):
     device = torch.device("cpu")
     for samples in range(1, 11):
         data = common.Rows(inputs[:samples], targets[:samples])
-        args = common.make_parser(None).parse_args(["--batch_size", "2"])
+        args = runtime.make_parser(None).parse_args(["--batch_size", "2"])
         loader = common.make_loader(data, range(rank, samples, world_size), args, device)
         with Count() as count:
             loss, accuracy = common.evaluate(model, loader)
@@ -166,11 +168,11 @@ def training_cases(rank, world_size):
                     model = DDP(model) if grad_sync == "ddp" else model
                 else:
                     options += ["--batch_size", str(size * int(grad_sync))]
-                args = common.make_parser(None).parse_args(options)
+                args = runtime.make_parser(None).parse_args(options)
                 sampler = DistributedSampler(data, num_replicas=world_size, rank=rank, seed=0)
                 loader = common.make_loader(data, sampler, args, torch.device("cpu"))
-                state = common.TrainState(model, args, len(loader))
-                losses = [common.train_one_epoch(model, loader, state, args)["train_loss"] for _ in range(2)]
+                state = runtime.TrainState(model, args)
+                losses = [ddp_launch.train_one_epoch(model, loader, state, args)["train_loss"] for _ in range(2)]
                 yield f"{rows} rows, {size} each, {grad_sync}", (common.unwrap(model).weight.detach(), losses)
 
 
@@ -179,24 +181,24 @@ def communication_cases(rank, world_size):
     start = nn.Sequential(nn.Linear(20, 2000), nn.ReLU(), nn.Linear(2000, 4000), nn.ReLU(), nn.Linear(4000, 10))
     data = common.Rows(torch.randn(6 * world_size, 20), torch.randint(10, (6 * world_size,)))
     for kind in "bare", "ddp", "manual":
-        args = common.make_parser(None).parse_args(["--optimizer", "sgd", "--batch_size", "2"])
+        args = runtime.make_parser(None).parse_args(["--optimizer", "sgd", "--batch_size", "2"])
         args.grad_sync = "manual" if kind == "manual" else "ddp"
         model = DDP(copy.deepcopy(start)) if kind != "manual" else start
         loader = common.make_loader(data, range(rank, len(data), world_size), args, torch.device("cpu"))
-        state = common.TrainState(model, args, len(loader))
+        state = runtime.TrainState(model, args)
         with torch.profiler.profile() as profile:
             if kind == "bare":
                 for inputs, targets in loader:
                     nn.functional.cross_entropy(model(inputs), targets).backward()
             else:
-                common.train_one_epoch(model, loader, state, args)
+                ddp_launch.train_one_epoch(model, loader, state, args)
         yield kind, {event.key: event.count for event in profile.key_averages() if "gloo:" in event.key}
 
 
 def buffers(rank, world_size):
     norm = nn.BatchNorm1d(2)
     norm.running_mean += rank
-    common.average_buffers(norm)
+    common.average_batch_norm(norm)
     yield "running mean", norm.running_mean
 
 

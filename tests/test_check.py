@@ -21,7 +21,7 @@ class CheckTest(FolderTest):
     def test_ranks_that_differ_and_sums_that_are_wrong(self):
         """One rank has other threads than the other, and another sum at one place of the second size."""
         wrong = "            right &= ", "            summed[-1] += rank == 1 and size == 2**20\n            right &= "
-        project(self.folder, ("tools.py", *wrong))
+        project(self.folder, ("runtime.py", *wrong))
         port = free_port()
         ranks = [start(["ddp_launch.py", "--check"], cwd=self.folder, RANK=str(rank), LOCAL_RANK=str(rank),
                        WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,

@@ -4,7 +4,7 @@ import os
 import tempfile
 import unittest
 
-import common  # before torch
+import common
 import torch
 from torch import nn
 

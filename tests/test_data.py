@@ -9,12 +9,12 @@ import unittest
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
-import common  # before torch
+import common
 import torch
 from torch.utils.data import DataLoader
 
 import dp_example
-import tools
+import runtime
 from tests.helpers import (DATA_ROOT, FolderTest, Run, call, finish, launcher, needs_data, options, start, write_mnist,
                            write_subj)
 
@@ -47,8 +47,8 @@ class SubjTest(FolderTest):
 
     def test_a_batch_is_padded_to_its_longest_sentence(self):
         data = common.Sentences(torch.tensor([[5, 6, 7, 0], [0, 0, 0, 0], [8, 0, 0, 0]]), torch.tensor([0, 1, 0]))
-        self.assertEqual(data.collate_fn(data.__getitems__([1, 2]))[0].tolist(), [[0], [8]])
-        inputs, targets = data.collate_fn(data.__getitems__([0, 2, 1]))
+        self.assertEqual(data.batch([1, 2])[0].tolist(), [[0], [8]])
+        inputs, targets = data.batch([0, 2, 1])
         self.assertEqual(inputs.tolist(), [[5, 6, 7], [8, 0, 0], [0, 0, 0]])
         self.assertEqual(targets.tolist(), [0, 0, 1])
         torch.manual_seed(0)
@@ -110,8 +110,8 @@ class PartsTest(unittest.TestCase):
 
     def test_a_batch_is_one_look_up_and_the_same_as_its_samples(self):
         data = common.load_data(options())[0]
-        original = common.Rows.__getitems__
-        with mock.patch.object(common.Rows, "__getitems__", autospec=True, side_effect=original) as look_up:
+        original = common.Rows.batch
+        with mock.patch.object(common.Rows, "batch", autospec=True, side_effect=original) as look_up:
             batches = list(common.make_loader(data, range(0, 250), options(), torch.device("cpu")))
         self.assertEqual((len(batches), look_up.call_count), (3, 3))
         plain = DataLoader([data[i] for i in range(250)], batch_size=100)
@@ -161,7 +161,7 @@ class DownloadTest(FolderTest):
     def checksums(self, dataset, files):
         """Patch in the checksums of the test's own files."""
         sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-        patch = mock.patch.dict(tools.CHECKSUMS, {dataset: sums})
+        patch = mock.patch.dict(common.CHECKSUMS, {dataset: sums})
         patch.start()
         self.addCleanup(patch.stop)
 
@@ -204,7 +204,7 @@ class DownloadTest(FolderTest):
     def test_subj_is_fetched_once_for_the_processes_of_a_node(self):
         """The real archive's content with other line ends, and a path inside that must not be followed."""
         files = {"../../escaped": b"x"}
-        for name in tools.CHECKSUMS["Subj"]:
+        for name in common.CHECKSUMS["Subj"]:
             with open(os.path.join(DATA_ROOT, "Subj", name), "rb") as file:
                 files[name] = file.read().replace(b"\n", b"\r\n")[:-2]
         with Server({"/subj.tar.gz": archive(files)}) as server:
@@ -213,6 +213,6 @@ class DownloadTest(FolderTest):
                        "--download", "--epochs", "0"]
             code, out, err = finish(start(command, SUBJ_URL=server.url + "/subj.tar.gz"))
         self.assertEqual(code, 0, err)
-        self.assertEqual(len(server.asked), len(tools.CHECKSUMS["Subj"]))
-        self.assertEqual(sorted(os.listdir(self.path("a", "b", "Subj"))), sorted(tools.CHECKSUMS["Subj"]))
+        self.assertEqual(len(server.asked), len(common.CHECKSUMS["Subj"]))
+        self.assertEqual(sorted(os.listdir(self.path("a", "b", "Subj"))), sorted(common.CHECKSUMS["Subj"]))
         self.assertEqual(os.listdir(self.folder), ["a"])

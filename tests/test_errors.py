@@ -3,7 +3,8 @@ import gzip
 import os
 from unittest import mock
 
-import common  # before torch
+import common
+import runtime
 import torch
 
 import ddp_launch
@@ -58,9 +59,9 @@ class OptionsTest(ErrorTest):
         with mock.patch("torch.cuda.is_available", return_value=True), \
                 mock.patch("torch.cuda.device_count", return_value=1):
             self.check(ddp_spawn, ["-g", "2", "--device", "cuda"], "1 GPU", "2 process")
-            args = common.make_parser(None).parse_args([])
-            self.assertEqual(common.pick_device(args, 0, 2), (torch.device("cpu"), "gloo"))
-            self.assertEqual(common.pick_device(args, 0, 1), (torch.device("cuda", 0), "nccl"))
+            args = runtime.make_parser(None).parse_args([])
+            self.assertEqual(runtime.pick_device(args, 0, 2), (torch.device("cpu"), "gloo"))
+            self.assertEqual(runtime.pick_device(args, 0, 1), (torch.device("cuda", 0), "nccl"))
 
     def test_nodes(self):
         self.check(ddp_spawn, ["-n", "2", "-nr", "2", "--master_addr", "a", "--master_port", "1"], "-nr 2", "0 to 1")
@@ -123,7 +124,7 @@ class FilesTest(ErrorTest):
         self.assertEqual(os.listdir(self.folder), [])
 
     def test_an_empty_part_of_the_users_own_data(self):
-        train, _, test = common.load_data(common.make_parser(None).parse_args([]))
+        train, _, test = common.load_data(runtime.make_parser(None).parse_args([]))
         with mock.patch.object(common, "load_data", return_value=(train, common.Rows(*train[:0]), test)):
             self.check_all([], "a sample each", "[4000, 0, 1000]")
 

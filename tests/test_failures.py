@@ -13,7 +13,7 @@ from tests.helpers import FolderTest, finish, free_port, launcher, project, run,
 
 STARTED_BY = {"spawn": ["ddp_spawn.py", "-g", "2"], "torchrun": [*launcher(2), "ddp_launch.py"]}
 LONG, SHORT = "LONG_TESTS" in os.environ, (("raise", "spawn"), ("raise", "torchrun"), ("kill", "spawn"))
-STEP = "    for i, (inputs, targets) in enumerate(loader):\n"  # in common.train_one_epoch
+STEP = "    for i, batch in enumerate(loader):\n"  # in runtime.batches
 
 
 def gone(pid):
@@ -50,7 +50,7 @@ class FailingRankTest(FolderTest):
         for fault, line in faults.items():
             os.mkdir(self.path(fault))
             line = f"        if rank == 1 and state.epoch == 1: {line}\n"
-            project(self.path(fault), ("common.py", STEP, STEP + line))
+            project(self.path(fault), ("runtime.py", STEP, STEP + line))
         for fault, name in [(fault, name) for fault in faults for name in STARTED_BY if LONG or (fault, name) in SHORT]:
             with self.subTest(fault=fault, started_by=name):
                 code, out, err = run(*STARTED_BY[name], "--epochs", "9", cwd=self.path(fault))

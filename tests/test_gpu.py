@@ -2,9 +2,11 @@
 import unittest
 import warnings
 
-from tests.helpers import FolderTest, Run, finish, free_port, options, start, trained  # before torch
+from tests.helpers import FolderTest, Run, finish, free_port, options, start, trained
 
 import common
+import ddp_launch
+import runtime
 import torch
 from torch import nn
 
@@ -49,12 +51,12 @@ class GpuTest(FolderTest):
         data, device = common.load_data(args)[0], torch.device("cuda", 0)
         model = common.build_model(args, data).to(device)
         loader = common.make_loader(data, range(len(data)), args, device)
-        state = common.TrainState(model, args, len(loader))
-        common.train_one_epoch(model, loader, state, args)
+        state = runtime.TrainState(model, args)
+        ddp_launch.train_one_epoch(model, loader, state, args)
         torch.cuda.set_sync_debug_mode("warn")
         self.addCleanup(torch.cuda.set_sync_debug_mode, "default")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            common.train_one_epoch(model, loader, state, args)
+            ddp_launch.train_one_epoch(model, loader, state, args)
         waits = [str(warning.message) for warning in caught if "synchroniz" in str(warning.message)]
         self.assertLessEqual(len(waits), 2, waits)  # for the epoch's loss, and not for each of 40 batches

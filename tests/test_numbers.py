@@ -2,7 +2,7 @@
 import math
 import unittest
 
-import common  # before torch
+import common
 import torch
 from torch.utils.data.distributed import DistributedSampler
 

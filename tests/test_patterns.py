@@ -9,7 +9,7 @@ import unittest
 from argparse import Namespace
 from unittest import mock
 
-import ddp_launch  # before torch
+import ddp_launch
 import ddp_spawn
 import torch
 from tests.helpers import (ROOT, FolderTest, Run, call, finish, free_port, launcher, project, run, start, trained,
@@ -99,7 +99,7 @@ class SlurmVariablesTest(unittest.TestCase):
                 "SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}
         for nodes, first in (("rack[1-2]n[07,09]", "rack1n07"), ("n[3-5,8],x", "n3"), ("a,b[1-3]", "a")):
             with mock.patch.dict(os.environ, {**step, "SLURM_STEP_NODELIST": nodes}, clear=True):
-                self.assertEqual(ddp_launch.launched_ranks(Namespace(local_rank=None)), (6, 0, 7, 1))
+                self.assertEqual(runtime.launched_ranks(Namespace(local_rank=None)), (6, 0, 7, 1))
                 self.assertEqual((os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), (first, "25001"))
 
     def test_inside_a_job_but_without_a_step_it_is_alone(self):
@@ -169,13 +169,13 @@ class EndTest(FolderTest):
     def test_nothing_of_the_process_group_is_left(self):
         """What aborts is a thread of gloo that drops a tensor while the interpreter ends. It has three."""
         count = "len(os.listdir('/proc/self/task'))"
-        before = "    tools.drop_references()", f"    before = {count}\n    tools.drop_references()"
-        left = "    tools.let_the_first_speak"
+        before = "    runtime.drop_references()", f"    before = {count}\n    runtime.drop_references()"
+        left = "    runtime.let_the_first_speak"
         after = left, f"    print(before - {count}, 'threads ended')\n{left}"
-        by_chance = "gc.enable()", "gc.enable"  # the collector could come by itself
-        made = "    state = common.TrainState("
+        by_chance = "import gc\n", "import gc\ngc.disable()\n"  # the collector could come by itself
+        made = "    state = runtime.TrainState("
         cycle = made, f"    model.cycle = [model]\n{made}"  # as a user's model can be
-        project(self.folder, ("common.py", *by_chance), *[(name, *edit) for name in ("ddp_spawn.py", "ddp_launch.py")
+        project(self.folder, ("runtime.py", *by_chance), *[(name, *edit) for name in ("ddp_spawn.py", "ddp_launch.py")
                                                           for edit in (before, after, cycle)])
         for command in (["ddp_spawn.py", "--accumulation_steps", "2"], [*launcher(1), "ddp_launch.py"]):
             with self.subTest(command=command):

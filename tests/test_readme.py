@@ -5,7 +5,7 @@ import os
 import re
 import unittest
 
-from tests.helpers import ROOT, FolderTest, finish, launcher, project, run, start  # before torch
+from tests.helpers import ROOT, FolderTest, finish, launcher, project, run, start
 
 import torch
 from torch import nn

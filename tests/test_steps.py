@@ -2,7 +2,9 @@
 import shutil
 import unittest
 
-import common  # before torch
+import common
+import ddp_launch
+import runtime
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -16,7 +18,7 @@ WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__
 class CollectivesPerStepTest(FolderTest):
     def in_an_epoch(self, *given):
         """Collectives in the second epoch of 5 batches on each of two ranks, as torch's profiler finds them."""
-        line = "        figures = common.train_one_epoch(model, train_loader, state, args)\n"
+        line = "        figures = train_one_epoch(model, train_loader, state, args)\n"
         write_mnist(project(self.folder, ("ddp_launch.py", line, (
             f"        with torch.profiler.profile() as profile:\n    {line}"
             "        found = {event.key: event.count for event in profile.key_averages() if 'gloo:' in event.key}\n"
@@ -65,8 +67,8 @@ class WaitsTest(unittest.TestCase):
         data = common.load_data(args)[0]
         model = common.build_model(args, data)
         loader = common.make_loader(data, range(len(data)), args, torch.device("cpu"))
-        state = common.TrainState(model, args, len(loader))
-        for call_once, at_the_end in ((lambda: common.train_one_epoch(model, loader, state, args), "item"),
+        state = runtime.TrainState(model, args)
+        for call_once, at_the_end in ((lambda: ddp_launch.train_one_epoch(model, loader, state, args), "item"),
                                       (lambda: common.evaluate(model, loader), "tolist")):
             with Waits() as waits:
                 call_once()
@@ -88,7 +90,7 @@ class ThreadsTest(unittest.TestCase):
 @unittest.skipUnless(shutil.which("g++") or shutil.which("c++"), "torch.compile needs a C++ compiler here: no g++")
 class CompileTest(FolderTest):
     def test_the_same_weights_under_the_same_names(self):
-        then, tell = "    # DDP 5:", "    is_main and print('DDP of', type(model.module).__name__)\n"
+        then, tell = "    # DDP 6:", "    is_main and print('DDP of', type(model.module).__name__)\n"
         project(self.folder, ("ddp_spawn.py", then, tell + then))
         compiled = Run("ddp_spawn.py", "-g", "2", "--compile", cwd=self.folder)
         self.assertIn("DDP of OptimizedModule\n", compiled.out)

@@ -129,7 +129,7 @@ class ResultTest(TwoHostsTest):
 class LostHostTest(TwoHostsTest):
     def train(self, seconds, when, *started_by, options=()):
         """Start runs that wait in each step, so that they take long and leave the cores to others, if `when` holds."""
-        project(self.folder, ("common.py", STEP, f"{STEP}        if {when}: time.sleep({seconds})\n"))
+        project(self.folder, ("runtime.py", STEP, f"{STEP}        if {when}: time.sleep({seconds})\n"))
         pairs = [(name, self.start(name, *options, cwd=self.folder)) for name in started_by]
         return [(name, pair, self.pids(name)) for name, pair in pairs]
 
