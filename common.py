@@ -5,6 +5,7 @@ Every function works with a process group and without one.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gzip
 import hashlib
@@ -13,8 +14,10 @@ import itertools
 import math
 import os
 import random
+import signal
 import sys
 import tarfile
+import tempfile
 import time
 import urllib.request
 import warnings
@@ -38,6 +41,11 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
 class UsageError(Exception):
     """A wrong option or an unusable file: one line that says what is wrong and what to do."""
+    exit_code = 2
+
+    def __init__(self, text: str, on_all_ranks: bool = False) -> None:
+        super().__init__(text)
+        self.on_all_ranks = on_all_ranks  # then local rank 0 alone prints it
 
 
 # ---- The task: replace these four functions by your own --------------------------------------------
@@ -207,21 +215,11 @@ CHECKSUMS = {"MNIST": {
 
 def download(dataset: str, folder: str, timeout: float) -> None:
     """Fetch the missing files of `dataset` into `folder`, each whole and checked or not at all."""
-    import fcntl  # not on Windows
-    variable, deadline = f"{dataset.upper()}_URL", time.monotonic() + timeout
+    variable = f"{dataset.upper()}_URL"
     source = os.environ.get(variable, SOURCES[dataset])
-    with contextlib.ExitStack() as stack:
-        try:
-            os.makedirs(folder, exist_ok=True)
-            lock = os.open(folder, os.O_RDONLY)
-            stack.callback(os.close, lock)
-            while True:  # one process of a node fetches; the others then find the files there
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"another process has been downloading for {timeout:g} s (--timeout)")
-                time.sleep(0.1)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with lock(folder, timeout):  # one process of a node fetches; the others then find the files there
             for name, checksum in CHECKSUMS[dataset].items():
                 path = os.path.join(folder, name)
                 if os.path.exists(path) or os.path.exists(path + ".gz"):
@@ -234,15 +232,32 @@ def download(dataset: str, folder: str, timeout: float) -> None:
                 if hashlib.sha256(content).hexdigest() != checksum:
                     raise ValueError(f"{name} from {url} has a wrong checksum and was thrown away")
                 replace_file(path if dataset == "Subj" else path + ".gz", lambda file: file.write(content))
-        except Exception as error:  # of the network, the archive or the file system
-            raise UsageError(f"--download: {type(error).__name__}: {error}; put the files into {folder} by "
-                                    f"hand, or name another source in {variable}") from None
+    except Exception as error:  # of the network, the archive or the file system
+        raise UsageError(f"--download: {type(error).__name__}: {error}; put the files into {folder} by hand, or name "
+                         f"another source in {variable}") from None
+
+
+def lock(path: str, timeout: float = 0) -> IO[bytes]:
+    """Lock `path` against other processes of this machine, until the file that is returned is closed or this process
+    ends. Raises TimeoutError if another has it for `timeout` seconds, OSError or ImportError if locks are unknown."""
+    import fcntl  # not on Windows
+    name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:16]
+    file, deadline = open(os.path.join(tempfile.gettempdir(), f"ddp-{name}.lock"), "ab"), time.monotonic() + timeout
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"another process has locked {path} for {timeout:g} s (--timeout)")
+        time.sleep(0.1)
 
 
 def replace_file(path: str, write: Callable[[IO[bytes]], Any]) -> None:
     """Write a file whole or not at all: under another name, to the disk, then in place of the old one."""
     path = os.path.realpath(path)
     temporary = path + ".tmp"
+    if os.path.islink(temporary):  # it would lead to somebody's file
+        os.remove(temporary)
     try:
         with open(temporary, "wb") as file:
             write(file)
@@ -265,6 +280,14 @@ def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
         with contextlib.suppress(TypeError, RuntimeError):  # not in this class, this torch, or for this device
             return kind(model.parameters(), fused=True, **settings)
     return kind(model.parameters(), **settings)
+
+
+def end_with(parent: int, _: int = 0) -> None:
+    """Have Linux end this process when the one that started it ends: a launcher that is killed cannot do that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it was too late
+            os._exit(1)
 
 
 # ---- Loaders ---------------------------------------------------------------------------------------
@@ -319,10 +342,13 @@ class Batches(Dataset):
 def make_loader(dataset: Dataset, sampler: Any, args: Namespace, device: torch.device,
                 drop_last: bool = False) -> DataLoader:
     """Batches of the samples that `sampler` (any sized iterable of indices) names."""
-    workers, parent = args.num_workers > 0, os.getpid()
+    workers = args.num_workers > 0
+    if drop_last and len(sampler) < args.batch_size:
+        raise UsageError(f"--drop_last leaves no batch: a shard has {len(sampler)} samples, --batch_size is "
+                         f"{args.batch_size}")
     return DataLoader(Batches(dataset), batch_sampler=BatchSampler(sampler, args.batch_size, drop_last, args.seed),
                       collate_fn=same, pin_memory=device.type == "cuda", num_workers=args.num_workers,
-                      timeout=workers * args.timeout,
+                      timeout=workers * args.timeout, worker_init_fn=functools.partial(end_with, os.getpid()),
                       # Processes of mp.spawn would spawn their workers, which import torch again.
                       multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
                       # Keep workers alive between epochs: forking again while old threads end sometimes hangs.
@@ -429,105 +455,60 @@ def reduce_mean(value: Any, nprocs: Optional[int] = None) -> Tensor:
     return result.to(tensor.device, tensor.dtype if tensor.is_floating_point() else torch.float64)
 
 
-@functools.lru_cache(maxsize=2)  # new memory in each step would cost more time than filling it
-def bucket_row(turn: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The memory of a bucket; `turn`, 0 or 1, as two are in use at a time."""
-    with torch.inference_mode(False):  # what is made in inference mode could not be used outside of it later
-        return torch.empty(size, dtype=dtype, device=device)
-
-
-@functools.lru_cache(maxsize=64)  # copied to a GPU once, as a copy waits for what the GPU does
-def constant(values: tuple[bool, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The values as a tensor, which is not to be changed."""
-    with torch.inference_mode(False):
-        return torch.tensor(values, dtype=dtype, device=device)
-
-
-def gradient_buckets(model: nn.Module) -> Iterator[tuple[Tensor, list[tuple[nn.Parameter, int, int]]]]:
-    """Lay the trainable parameters end to end, those of one device and dtype in one row, and cut it into buckets: lists
-    of (parameter, start, end). Alike on all ranks, whatever gradients they have. With each comes the memory for it."""
-    kinds: dict[Any, list[nn.Parameter]] = {}
-    for parameter in model.parameters():  # a shared parameter comes once
-        if parameter.requires_grad:
-            kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-    turns = itertools.cycle((0, 1))
-    for (device, dtype), parameters in kinds.items():
-        dtype = torch.promote_types(dtype, torch.float32)  # half precision is summed in float32
-        size = BUCKET_BYTES // dtype.itemsize
-        starts = [0, *itertools.accumulate(parameter.numel() for parameter in parameters)]  # of each, all in one row
-        for at in range(0, starts[-1], size):
-            yield bucket_row(next(turns), min(size, starts[-1]) + 2 * len(parameters), dtype, device), [
-                (parameter, max(0, at - start), min(parameter.numel(), at + size - start))
-                for parameter, start in zip(parameters, starts) if at - parameter.numel() < start < at + size]
-
-
 @torch.no_grad()
 def average_gradients(model: nn.Module) -> None:
     """Replace each gradient by the mean of all ranks' gradients; call it after backward and before the step.
 
-    A gradient that is missing on some ranks counts as zero there; one missing on all stays None. Half precision is
-    summed in float32, so that nothing overflows. A sparse gradient stays sparse, but travels dense. Without a process
-    group there is nothing to do. Not needed with DDP, which has averaged by the end of backward. Takes the memory of
-    two buckets, 50 MiB at most, and keeps it for the next call.
+    Not needed with DDP, which has averaged by the end of backward. A gradient that is missing on some ranks counts as
+    zero there; one missing on all stays None. Half precision is summed in float32, so that nothing overflows. A sparse
+    gradient stays sparse, but travels dense. Takes the memory of the gradients once more, and keeps none of it.
     """
     world_size = rank_and_world_size()[1]
-    if world_size == 1:
-        return
-    dense: dict[nn.Parameter, Tensor] = {}  # each gradient as one row: a view of it, if it is dense and contiguous
-    flying: list[Any] = []
-    for row, bucket in gradient_buckets(model):
-        pieces, flags = [], []
-        for parameter, start, end in bucket:
-            grad = parameter.grad
-            if start == 0:
-                dense[parameter] = as_row(parameter)
-            pieces.append(dense[parameter][start:end])
-            # Every rank sends every parameter, and along with it whether it has a gradient: ranks that left some out
-            # would pair up different tensors, and asking first would cost a collective.
-            flags += grad is not None, grad is not None and grad.is_sparse
-        flat = row[:sum(end - start for _, start, end in bucket) + len(flags)]
-        torch.cat([*pieces, constant(tuple(flags), row.dtype, row.device)], out=flat)
-        flying.append((dist.all_reduce(flat, async_op=True), bucket, pieces, flat))
-        if len(flying) == 2:  # while this bucket travels, the one before is unpacked and the next is packed
-            put_means(*flying.pop(0), dense, world_size)
-    for last in flying:
-        put_means(*last, dense, world_size)
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters() if world_size > 1 else ():  # a shared parameter comes once
+        if parameter.requires_grad:
+            kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    for parameters in kinds.values():
+        # Every rank sends every parameter, and whether it has a gradient, and a sparse one: ranks that left some out
+        # would pair up different tensors, and asking first would cost a collective.
+        yes, no = parameters[0].new_ones(1), parameters[0].new_zeros(1)
+        flags = [yes if flag else no for parameter in parameters for flag in (
+            parameter.grad is not None, parameter.grad is not None and parameter.grad.is_sparse)]
+        row = torch.cat([*map(as_row, parameters), *flags])
+        row = row.to(torch.promote_types(row.dtype, torch.float32))
+        works = [dist.all_reduce(piece, async_op=True) for piece in row.split(BUCKET_BYTES // row.element_size())]
+        for work in works:
+            work.wait()
+        *means, flags = row.div_(world_size).split([*(p.numel() for p in parameters), len(flags)])
+        put_means(parameters, means, flags)
 
 
 def as_row(parameter: nn.Parameter) -> Tensor:
-    """The gradient as one row: a view of it if it is dense and contiguous, else a copy; zeros if there is none."""
+    """The gradient as one row; zeros if there is none."""
     grad = parameter.grad
     if grad is None:
         return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
     return (grad.to_dense() if grad.is_sparse else grad).resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def put_means(work: Any, bucket: list, pieces: list[Tensor], flat: Tensor, dense: dict[nn.Parameter, Tensor],
-              world_size: int) -> None:
-    """Wait for the sums of a bucket, and put the means where its pieces came from."""
-    work.wait()
-    sums, flags = flat.split([len(flat) - 2 * len(bucket), 2 * len(bucket)])
-    torch._foreach_copy_(pieces, sums.div_(world_size).split([end - start for _, start, end in bucket]))
-    for i, (parameter, _, end) in enumerate(bucket):
-        if end < parameter.numel():  # the rest of it comes with the next bucket
-            continue
-        mean, grad = dense.pop(parameter).view(parameter.shape), parameter.grad
+def put_means(parameters: list[nn.Parameter], means: Sequence[Tensor], flags: Tensor) -> None:
+    """Make the means the gradients, in place where there is a dense one."""
+    present, values = [], []
+    for i, (parameter, mean) in enumerate(zip(parameters, means)):
+        grad, mean = parameter.grad, mean.view(parameter.shape)
+        some, sparse = True, grad is not None and grad.is_sparse
         if grad is None:
-            somewhere, sparse = flags[2 * i:2 * i + 2].tolist()  # waits for the device: only where one is missing
-            if somewhere:
-                parameter.grad = mean.to_sparse(1) if sparse else like(parameter, mean)
-        elif grad.is_sparse:
-            parameter.grad = mean.to_sparse(grad.sparse_dim())
-        elif any(step == 0 for step in grad.stride()):  # an expanded gradient: many elements in one place
-            parameter.grad = like(parameter, mean)
-        elif mean.data_ptr() != grad.data_ptr():  # of a gradient that is not contiguous, `dense` has a copy
-            grad.copy_(mean)
-
-
-def like(parameter: nn.Parameter, mean: Tensor) -> Tensor:
-    """A gradient in the memory layout of its parameter: fused optimizers pair up elements by their place in memory."""
-    with torch.inference_mode(False):
-        return torch.zeros_like(parameter).copy_(mean)
+            some, sparse = flags[2 * i:2 * i + 2].tolist()  # waits for the device: only where one is missing
+        if some and sparse:
+            parameter.grad = mean.to(parameter.dtype).to_sparse(1 if grad is None else grad.sparse_dim())
+        elif some and (grad is None or 0 in grad.stride()):  # missing, or expanded: many elements in one place
+            with torch.inference_mode(False):  # with the layout of the parameter, by which fused optimizers go
+                parameter.grad = torch.zeros_like(parameter).copy_(mean)
+        elif some:
+            present.append(grad)
+            values.append(mean)
+    if present:
+        torch._foreach_copy_(present, values)
 
 
 @torch.no_grad()
@@ -551,36 +532,24 @@ def broadcast(value: Any) -> Any:
     rank, world_size = rank_and_world_size()
     if world_size == 1:
         return value
-    device, tensors, file = comm_device(), [], io.BytesIO()
-
-    def placeholder(tensor: Tensor) -> Tensor:  # of the same shape, in the memory of one element
-        tensors.append(tensor)
-        return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-
-    torch.save(map_tensors(placeholder, value), file)
+    tensors, file, device = [], io.BytesIO(), comm_device()
+    # First the structure, in which each tensor is one element that is expanded to its shape; then what is in them.
+    map_tensors(tensors.append, value)
+    torch.save(map_tensors(lambda tensor: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape), value), file)
     size = torch.tensor(file.tell(), device=device)
     dist.broadcast(size, src=0)
-    text = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8) if rank == 0 else torch.empty(
-        int(size), dtype=torch.uint8)
-    pieces = [text]
-    send(text)
-    if rank > 0:
-        value = torch.load(io.BytesIO(bytes(text.tolist())), weights_only=True)
-        value = map_tensors(lambda small: torch.empty(small.shape, dtype=small.dtype), value)
-        map_tensors(tensors.append, value)
-    for tensor in tensors:
-        send(tensor.contiguous().view(-1).view(torch.uint8))
-    return value
-
-
-def send(row: Tensor) -> None:
-    """Broadcast a row of bytes from rank 0, in place."""
-    device = comm_device()
-    for piece in row.split(BUCKET_BYTES):
-        moved = piece.to(device)
-        dist.broadcast(moved, src=0)
-        if rank_and_world_size()[0] > 0:
+    rows = [torch.frombuffer(bytearray(file.getvalue().ljust(int(size))), dtype=torch.uint8)[:int(size)]]
+    for row in itertools.chain(rows, (tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors)):
+        for piece in row.split(BUCKET_BYTES):
+            moved = piece.to(device)
+            dist.broadcast(moved, src=0)
             piece.copy_(moved)
+        if rank > 0 and row is rows[0]:
+            value = torch.load(io.BytesIO(bytes(row.tolist())), weights_only=True)
+            value = map_tensors(lambda small: torch.empty(small.shape, dtype=small.dtype), value)
+            tensors.clear()
+            map_tensors(tensors.append, value)
+    return value
 
 
 @torch.no_grad()

@@ -28,43 +28,41 @@ from torch.utils.data.distributed import DistributedSampler
 
 def worker(args: Namespace) -> None:
     """The process that this is: one of several, if a launcher has started it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        common.end_with(runtime.PARENT)
     # DDP 1: the rank among all processes, and how many there are; local_rank counts on this node alone.
     launched = runtime.launched_ranks(args)
-    if args.multi_gpu and not launched:
-        raise common.UsageError("--multi_gpu needs torchrun --nproc_per_node=2 ddp_launch.py --multi_gpu, for instance")
-    rank, local_rank, world_size, local_world_size = launched or (0, args.local_rank or 0, 1, 1)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        runtime.end_with(runtime.PARENT)
-    with runtime.one_line_errors(local_rank):
-        # DDP 2: the device by LOCAL rank: rank 2 on the second node of two must use cuda:0, not cuda:2.
-        device, backend = runtime.pick_device(args, local_rank, local_world_size)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+    rank, local_rank, world_size, _ = launched or (0, args.local_rank or 0, 1, 1)
+    timeout = timedelta(seconds=args.timeout)
+    with runtime.errors_in_one_line(local_rank):
+        if args.multi_gpu and not launched:
+            raise common.UsageError("--multi_gpu needs torchrun --nproc_per_node=2 ddp_launch.py --multi_gpu")
         data = common.load_data(args)
-        if rank == 0:
-            runtime.check_files(args, data)
-        # DDP 3: join the others, through the address and port that the launcher has put into the environment.
-        timeout = timedelta(seconds=args.timeout)
+        # DDP 2: join the others, through the address and port that the launcher has put into the environment.
         if launched:
-            address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-            with runtime.joining(rank, world_size, address, port, args.timeout):
-                store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
-                if world_size == local_world_size:  # one that torchrun restarts must not find what the last one left
-                    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            with runtime.Joining(rank, world_size, address, port, args.timeout) as joining:
+                store = runtime.launched_store(launched, address, port, args.timeout)
+                # DDP 3: the device by LOCAL rank: rank 2 on the second node of two must use cuda:0, not cuda:2.
+                device, backend, problems = runtime.roll_call(joining, store, local_rank, args, data)
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)
                 dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+                dist.all_reduce(torch.zeros(1, device=device))  # nccl connects only now: that too has a time limit
+        else:
+            device, _, problems = runtime.roll_call(None, None, local_rank, args, data)
         try:
             if args.check:
-                runtime.check(rank, local_rank, world_size, device, args)
+                runtime.check(rank, world_size, device, problems)
             else:
-                train(rank, local_rank, world_size, device, data, args)
+                train(rank, world_size, device, data, args)
         finally:
             leave(args.timeout)
 
 
-def train(rank: int, local_rank: int, world_size: int, device: torch.device, data: tuple, args: Namespace) -> None:
+def train(rank: int, world_size: int, device: torch.device, data: tuple, args: Namespace) -> None:
     """What every process does, each with its own part of the data."""
     is_main = rank == 0  # DDP 4: one process of the whole world prints and writes; each node has a local rank 0
-    runtime.report_processes(local_rank, device, args)
     train_data, valid_data, test_data = data
 
     # DDP 5: the same seed, so all ranks begin with the same weights; the wrapper averages gradients in backward.

@@ -27,33 +27,33 @@ from torch.utils.data.distributed import DistributedSampler
 def worker(local_rank: int, args: Namespace, address: str, port: int) -> None:
     """Process number `local_rank` of this node."""
     runtime.end_on_signals()
-    runtime.end_with(mp.parent_process().pid)
+    common.end_with(mp.parent_process().pid)
     # DDP 1: the rank among all processes, and how many there are; local_rank counts on this node alone.
     rank, world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus
-    with runtime.one_line_errors(local_rank):
-        # DDP 2: the device by LOCAL rank: rank 2 on the second node of two must use cuda:0, not cuda:2.
-        device, backend = runtime.pick_device(args, local_rank, args.gpus)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+    timeout = timedelta(seconds=args.timeout)
+    with runtime.errors_in_one_line(local_rank):
         data = common.load_data(args)
-        # DDP 3: join the others, through the store that node 0's parent process keeps at this address and port.
-        timeout = timedelta(seconds=args.timeout)
-        with runtime.joining(rank, world_size, address, port, args.timeout):
-            store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        # DDP 2: join the others, through the store that node 0's parent process keeps at this address and port.
+        with runtime.Joining(rank, world_size, address, port, args.timeout) as joining:
+            store = runtime.make_store(address, port, args.timeout, is_master=False)
+            # DDP 3: the device by LOCAL rank: rank 2 on the second node of two must use cuda:0, not cuda:2.
+            device, backend, problems = runtime.roll_call(joining, store, local_rank, args, data)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            dist.all_reduce(torch.zeros(1, device=device))  # nccl connects only now: that too has a time limit
         try:
             if args.check:
-                runtime.check(rank, local_rank, world_size, device, args)
+                runtime.check(rank, world_size, device, problems)
             else:
-                train(rank, local_rank, world_size, device, data, args)
+                train(rank, world_size, device, data, args)
         finally:
             leave(args.timeout)
 
 
-def train(rank: int, local_rank: int, world_size: int, device: torch.device, data: tuple, args: Namespace) -> None:
+def train(rank: int, world_size: int, device: torch.device, data: tuple, args: Namespace) -> None:
     """What every process does, each with its own part of the data."""
     is_main = rank == 0  # DDP 4: one process of the whole world prints and writes; each node has a local rank 0
-    runtime.report_processes(local_rank, device, args)
     train_data, valid_data, test_data = data
 
     # DDP 5: the same seed, so all ranks begin with the same weights; the wrapper averages gradients in backward.
@@ -137,36 +137,23 @@ def main() -> None:
     runtime.add_option(group, "--master_port", metavar="PORT", type=runtime.number(int, 1, 65535),
                        help="a port that is free there (default: MASTER_PORT; for one machine any free port)")
     args = parser.parse_args()
-    if args.nr >= args.nodes:
-        raise common.UsageError(f"-nr {args.nr}: with -n {args.nodes} the node rank is one of 0 to {args.nodes - 1}")
-    address, port = "127.0.0.1", args.master_port or 0
-    if args.nodes > 1:
-        address, exported = args.master_addr or os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-        port = port or int(exported if exported.isdecimal() else 0)
-        if not address or not port:
-            raise common.UsageError(f"-n {args.nodes} needs --master_addr and --master_port (or MASTER_ADDR and "
-                                    "MASTER_PORT): where machine 0 is, and a port that is free there")
-    runtime.pick_device(args, 0, args.gpus)
+    if args.nodes == 1:
+        runtime.refuse_launcher("ddp_spawn.py")
+    address, port = runtime.address_of_node_0(args)
     data = common.load_data(args)  # here only to find mistakes before anything starts; each process reads its own
-    if args.nr == 0:
-        runtime.check_files(args, data)
-        # One process binds the port and keeps it. With port 0 the system picks a free one, which nobody can take
-        # between the picking and the binding.
-        try:
-            store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False,
-                                  timeout=timedelta(seconds=args.timeout))
-        except RuntimeError as error:
-            raise common.UsageError(f"port {port} cannot be had, probably because it is taken: choose another "
-                                    f"--master_port ({str(error).splitlines()[0]})") from None
-        port = store.port
+    own = runtime.describe(args.nr * args.gpus, 0, args.nodes * args.gpus, args, data)
+    runtime.assign_devices([{**own, "local_rank": i} for i in range(args.gpus)])
     del data
+    if args.nr == 0:
+        store = runtime.make_store(address, port, args.timeout, is_master=True)  # kept here, for all processes
+        port = store.port
     if args.gpus > 1:  # share out the cores, or each process takes all of them; torchrun gives each one thread
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.gpus)))
     try:
         mp.spawn(worker, args=(args, address, port), nprocs=args.gpus)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:  # has the traceback of the rank in its text
-        if getattr(error, "exit_code", None) == 2:  # a mistake that the rank itself has reported
-            sys.exit(2)
+        if getattr(error, "exit_code", None) in (1, 2):  # the rank itself has said why, in one line
+            sys.exit(error.exit_code)
         rank, host = args.nr * args.gpus + error.error_index, socket.gethostname()
         sys.exit(f"ddp_spawn.py: error: rank {rank} of {args.nodes * args.gpus} on host {host} failed: {error}")
 

@@ -42,8 +42,11 @@ class Model(nn.Module):
         return output
 
 
-def demonstrate(args: Namespace, device: torch.device) -> None:
+def demonstrate(args: Namespace) -> None:
     """Print what goes into the model, and what into its copies."""
+    device = torch.device("cuda:0" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and args.device == "cuda":
+        raise common.UsageError("--device cuda: 0 GPU(s) here; use --device cpu")
     loader = DataLoader(RandomDataset(args.input_size, args.data_size), batch_size=args.batch_size, shuffle=True)
     model = Model(args.input_size, args.output_size)
     if device.type == "cuda" and torch.cuda.device_count() > 1:
@@ -57,11 +60,10 @@ def demonstrate(args: Namespace, device: torch.device) -> None:
         print("Outside: input size", inputs.size(), "output_size", output.size())
 
 
-def train(args: Namespace, device: torch.device) -> None:
+def train(args: Namespace) -> None:
     """What ddp_spawn.py and ddp_launch.py do, without what several processes need."""
     train_data, valid_data, test_data = data = common.load_data(args)
-    runtime.check_files(args, data)
-    runtime.report_processes(0, device, args)
+    device, _, _ = runtime.roll_call(None, None, 0, args, data)
     common.seed(args.seed)
     model = common.build_model(args, train_data).to(device)
     if args.precision != "fp32":
@@ -118,13 +120,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DataParallel takes every GPU that it sees
-    device, _ = runtime.pick_device(args)
+    runtime.refuse_launcher("dp_example.py")
     if args.epochs is not None:
-        train(args, device)
+        train(args)
     elif args.checkpoint or args.resume or args.metrics or args.download or args.dataset != "synthetic":
         raise common.UsageError("training starts with --epochs N; without it, only random vectors are passed through")
     else:
-        demonstrate(args, device)
+        demonstrate(args)
 
 
 if __name__ == "__main__":

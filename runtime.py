@@ -1,4 +1,4 @@
-"""What is around a run: options, launchers, joining and leaving, an epoch's steps, checkpoints, reports, --check."""
+"""What is around a run: options, launchers, roll call, the steps of an epoch, checkpoints, reports, --check."""
 from __future__ import annotations
 
 import argparse
@@ -6,8 +6,7 @@ import contextlib
 import copy
 import ctypes
 import gc
-import io
-import itertools
+import hashlib
 import json
 import math
 import os
@@ -22,9 +21,11 @@ import threading
 import time
 import traceback
 import warnings
+import zlib
 from argparse import Namespace
-from collections import Counter
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, Callable, Iterator, Optional, Sequence
 
 import common
@@ -41,27 +42,43 @@ PARENT = os.getppid()  # the launcher, if there is one; later it could be gone
 warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
 
 
-# ---- Errors and signals ----------------------------------------------------------------------------
-class Failure(Exception):
+# ---- Processes and errors --------------------------------------------------------------------------
+class Failure(UsageError):
     """A failure while running that one line explains better than a traceback."""
+    exit_code = 1
+
+
+HINTS = {  # text in an error of torch's, and a line to put below it
+    "Expected to have finished reduction": "--grad_sync manual can train a model in which parameters get no gradient in "
+                                           "some steps",
+    "Expected more than 1 value per channel": "BatchNorm cannot train on a batch of one sample: --drop_last leaves out "
+                                              "the last, shorter batch of each shard; or choose another --batch_size"}
 
 
 @contextlib.contextmanager
-def one_line_errors(local_rank: int = 0) -> Iterator[None]:
-    """Report a UsageError as one line on standard error and exit code 2, a Failure as one line and exit code 1."""
+def errors_in_one_line(local_rank: int = 0) -> Iterator[None]:
+    """Report a UsageError as one line on standard error and exit code 2, a Failure with exit code 1."""
     try:
         yield
-    except (UsageError, Failure) as error:
-        if local_rank > 0:  # all processes of a node find the same mistake: local rank 0 says it, and the launcher ends
-            time.sleep(5)   # the others
-        say(f"error: {error}")
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+    except UsageError as error:
+        if local_rank > 0:
+            time.sleep(5)  # local rank 0 finds the same mistake and says it, and the launcher ends the others
+        if local_rank == 0 or not error.on_all_ranks:
+            say(f"error: {error}")
+        sys.exit(error.exit_code)
+    except (RuntimeError, ValueError) as error:
+        for text, hint in HINTS.items():
+            error.args = (f"{error}\n{hint}",) if text in str(error) else error.args
+        raise
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call `main`, with errors in one line."""
-    local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
-    with one_line_errors(int(local_rank) if local_rank.isdecimal() else 0):
+    """Call a script's `main`, with errors in one line."""
+    local_ranks = [os.environ[names[1]] for names in LAUNCHERS.values() if os.environ.get(names[1], "").isdecimal()]
+    for stream in sys.stdout, sys.stderr:
+        with contextlib.suppress(AttributeError):  # a character that cannot be printed must not end a run
+            stream.reconfigure(errors="backslashreplace")
+    with errors_in_one_line(int((local_ranks or [0])[0])):
         main()
 
 
@@ -71,45 +88,34 @@ def say(text: str) -> None:
         print(f"{os.path.basename(sys.argv[0])}: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
+def show(text: str) -> None:
+    """Print lines of results. Raises Failure if standard output is closed or full."""
+    try:
+        print(text + "\n", end="", flush=True)  # in one write
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own flush at the end fails again
+        raise Failure(f"standard output cannot be written ({error.strerror}): the run ends; what it has saved is in "
+                      "--checkpoint and --metrics") from None
+
+
 def end_on_signals() -> None:
-    """Have Ctrl-C end this process at once, without a traceback; files stay whole."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def end_with(parent: int) -> None:
-    """Have Linux end this process when the one that started it ends: a launcher that is killed cannot do that."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it was too late
-            os._exit(1)
+    """Have Ctrl-C and SIGTERM end this process at once, without a traceback; files stay whole."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if os.getpid() == 1:  # in a container: Linux ignores these signals there, so the work moves to a child process
+        child = os.fork()
+        if child:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda number, _: os.kill(child, number))
+            status = os.waitpid(child, 0)[1]
+            os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep the memory of tensors that come and go in each step: the next step need not clear new pages."""
+    """Have glibc keep the memory of tensors that come and go in each step: new pages would have to be cleared."""
     if platform.libc_ver()[0] == "glibc" and not any(name.startswith("MALLOC_") for name in os.environ):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
-        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD
-
-
-HINTS = {  # what torch's errors do not say: expression in the error, line to put below it
-    "Expected to have finished reduction": "--grad_sync manual can train a model with parameters that get no gradient "
-                                           "in some steps",
-    "Expected more than 1 value per channel": "BatchNorm cannot train on a batch of one sample: --drop_last leaves out "
-                                              "the last, shorter batch of each shard, or choose another --batch_size",
-}
-
-
-@contextlib.contextmanager
-def hints() -> Iterator[None]:
-    """Put a line below an error of torch's for which there is an option."""
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        found = [hint for expression, hint in HINTS.items() if re.search(expression, str(error))]
-        if found:
-            error.args = ("\n".join([str(error), *found]),)
-        raise
+        ctypes.CDLL(None).mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+        ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD
 
 
 # ---- Options ---------------------------------------------------------------------------------------
@@ -118,17 +124,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         raise UsageError(f"{message} (--help lists the options)")
-
-
-def add_option(group: Any, *names: str, **settings: Any) -> None:
-    """Add an option; its name is taken with dashes too, and --help shows its default."""
-    if settings.get("default") is not None:
-        settings["help"] += " (default: %(default)s)"
-    group.add_argument(*names, **settings)
-    for name in names:
-        if "_" in name:
-            settings.update(dest=name.lstrip("-"), help=argparse.SUPPRESS, default=argparse.SUPPRESS)
-            group.add_argument(name.replace("_", "-"), **settings)
 
 
 def number(kind: Callable[[str], Any], low: float, high: float = 2**31 - 1) -> Callable[[str], Any]:
@@ -142,58 +137,57 @@ def number(kind: Callable[[str], Any], low: float, high: float = 2**31 - 1) -> C
 
 
 COUNT, COUNT_OR_NONE, POSITIVE = number(int, 1), number(int, 0), number(float, 1e-9, 1e9)
-
-
-def dataset_name(text: str) -> str:
-    """The data set's name as it is written here, whatever the case of `text`."""
-    return {name.lower(): name for name in common.DATASETS}.get(text.lower(), text)
-
-
+NAMES = {name.lower(): name for name in common.DATASETS}
 RATES = ", ".join(f"{rate} for {name}" for name, (_, _, rate) in common.OPTIMIZERS.items())
+FLAG, FILE = {"action": "store_true"}, {"metavar": "FILE"}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "data": {
-        "--dataset": dict(type=dataset_name, choices=common.DATASETS, default="synthetic",
+        "--dataset": dict(type=lambda text: NAMES.get(text.lower(), text), choices=common.DATASETS, default="synthetic",
                           help="in upper or lower case"),
         "--data_root": dict(metavar="DIR", default="data", help="holds MNIST/raw and Subj"),
-        "--download": dict(action="store_true", help="fetch missing files, once per node, and check them; MNIST_URL "
-                           "and SUBJ_URL may name the folder and the archive to fetch from (default: off)"),
-        "--num_workers": dict(type=COUNT_OR_NONE, metavar="N", default=0,
-                              help="data-loading processes per training process")},
+        "--download": dict(FLAG, help="fetch missing files, once per node, and check them; MNIST_URL and SUBJ_URL may "
+                           "name the folder and the archive to fetch from"),
+        "--num_workers": dict(type=COUNT_OR_NONE, default=0, help="data-loading processes per training process")},
     "training": {
-        "--epochs": dict(type=COUNT_OR_NONE, metavar="N", default=2, help="passes over the training data"),
-        "--batch_size": dict(type=COUNT, metavar="N", default=100, help="samples per process and step"),
-        "--drop_last": dict(action="store_true", help="in training, leave out the last, shorter batch of each shard "
-                            "(default: off)"),
-        "--accumulation_steps": dict(type=COUNT, metavar="N", default=1, help="micro-batches of --batch_size per "
-                                     "optimizer step"),
+        "--epochs": dict(type=COUNT_OR_NONE, default=2, help="passes over the training data"),
+        "--batch_size": dict(type=COUNT, default=100, help="samples per process and step"),
+        "--drop_last": dict(FLAG, help="leave out the last, shorter batch of each shard, in training only"),
+        "--accumulation_steps": dict(type=COUNT, default=1, help="micro-batches of --batch_size per optimizer step"),
         "--optimizer": dict(choices=tuple(common.OPTIMIZERS), default="adam", help="sgd has a momentum of 0.9"),
         "--learning_rate": dict(type=POSITIVE, metavar="LR", help=f"falls to 0 along a half cosine (default: {RATES})"),
         "--weight_decay": dict(type=number(float, 0, 1e9), metavar="X", help="(default: the optimizer's own)"),
-        "--max_grad_norm": dict(type=POSITIVE, metavar="X", help="clip the norm of the averaged gradients (default: "
-                                "off)"),
+        "--max_grad_norm": dict(type=POSITIVE, metavar="X", help="clip the averaged gradients' norm (default: off)"),
         "--precision": dict(choices=("fp32", "bf16", "fp16"), default="fp32", help="autocast; fp16 needs a GPU"),
-        "--compile": dict(action="store_true", help="torch.compile the model: a longer start, then faster steps for "
-                          "all but small models (default: off)"),
+        "--compile": dict(FLAG, help="torch.compile the model: a longer start, then faster steps of larger models"),
         "--grad_sync": dict(choices=("ddp", "manual"), default="ddp", help="manual: average_gradients, no DDP wrapper"),
-        "--seed": dict(type=COUNT_OR_NONE, metavar="N", default=0, help="random seed for split, weights, order and "
-                       "dropout")},
+        "--seed": dict(type=COUNT_OR_NONE, default=0, help="random seed for split, weights, order and dropout")},
     "devices and processes": {
-        "--device": dict(choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs, if each process can have "
-                         "one"),
+        "--device": dict(choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs, if each rank can have one"),
         "--backend": dict(choices=("auto", "nccl", "gloo"), default="auto", help="auto: nccl on GPUs, gloo on CPUs"),
         "--timeout": dict(type=number(float, 1, 2_000_000), metavar="SECONDS", default=600, help="how many seconds to "
                           "wait for other ranks, a download or a data-loading process, before an error"),
-        "--check": dict(action="store_true", help="in place of training, say who is where, and whether all-reduces are "
-                        "right, and how fast (default: off)")},
+        "--check": dict(FLAG, help="in place of training, say who is where, and whether ranks and all-reduces are "
+                        "right, and how fast")},
     "files": {
-        "--checkpoint": dict(metavar="FILE", help="written after every epoch (default: none)"),
-        "--checkpoint_steps": dict(type=COUNT, metavar="N", help="written after every N steps of an epoch as well "
-                                   "(default: off)"),
-        "--resume": dict(action="store_true", help="continue from --checkpoint if that file exists (default: off)"),
-        "--metrics": dict(metavar="FILE", help="JSON Lines: an object per epoch, then the test result (default: "
-                          "none)")},
+        "--checkpoint": dict(FILE, help="written after every epoch (default: none)"),
+        "--checkpoint_steps": dict(type=COUNT, help="written after every N steps of an epoch as well (default: off)"),
+        "--resume": dict(FLAG, help="continue from --checkpoint if that file exists"),
+        "--metrics": dict(FILE, help="JSON Lines: an object per epoch, then the test result (default: none)")},
 }
 DDP_ONLY = {"--backend": "auto", "--grad_sync": "ddp", "--compile": False, "--check": False}
+
+
+def add_option(group: Any, name: str, *names: str, **settings: Any) -> None:
+    """Add an option; its name is taken with dashes too, and --help shows its default."""
+    if settings.get("action") or settings.get("default") is not None:
+        settings["help"] += " (default: off)" if settings.get("action") else " (default: %(default)s)"
+    if settings.get("type") in (COUNT, COUNT_OR_NONE):
+        settings["metavar"] = "N"
+    group.add_argument(name, *names, **settings)
+    for name in (name, *names):
+        if "_" in name:
+            hidden = dict(dest=name.lstrip("-"), help=argparse.SUPPRESS, default=argparse.SUPPRESS)
+            group.add_argument(name.replace("_", "-"), **{**settings, **hidden})
 
 
 def make_parser(description: Optional[str], ddp: bool = True) -> Parser:
@@ -210,91 +204,235 @@ def make_parser(description: Optional[str], ddp: bool = True) -> Parser:
     return parser
 
 
-def pick_device(args: Namespace, local_rank: int = 0, local_world_size: int = 1) -> tuple[torch.device, str]:
-    """GPU number `local_rank` and nccl, or the CPU and gloo; raises UsageError if GPUs are asked for and not there."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    on_gpu = args.device != "cpu" and gpus >= max(local_world_size, local_rank + 1)
-    if args.device == "cuda" and not on_gpu:
-        raise UsageError(f"--device cuda: {gpus} GPU(s) here for {local_world_size} process(es); start fewer, or use "
-                         "--device cpu")
-    if not on_gpu and (args.precision == "fp16" or args.backend == "nccl"):
-        raise UsageError("--precision fp16 and --backend nccl need a GPU for each process; use bf16 and gloo on CPUs")
-    backend = args.backend if args.backend != "auto" else "nccl" if on_gpu else "gloo"
-    return torch.device("cuda", local_rank) if on_gpu else torch.device("cpu"), backend
+# ---- Launchers -------------------------------------------------------------------------------------
+LAUNCHERS = {  # variables of rank, local rank, world size and local world size; the first that fits counts
+    "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    "mpirun of Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE",
+                           "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "mpirun of MPICH": ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
+}
 
 
-# ---- Launchers, joining and leaving ----------------------------------------------------------------
-def launched_ranks(args: Namespace) -> tuple:
-    """(rank, local_rank, world_size, local_world_size) from a launcher's variables; () without one."""
+def find_launcher() -> str:
+    """The launcher that has started this process as one of several, or torchrun as the only one; "" without one."""
     env = os.environ
+    if "RANK" in env or "WORLD_SIZE" in env:
+        return "torchrun"
+    found = [name for name, (_, _, size, _) in LAUNCHERS.items() if env.get(size, "1") != "1"]
+    if found[:1] == ["mpirun of MPICH"] and "MPI_LOCALRANKID" not in env and "srun" in found:
+        return "srun"  # with --mpi=pmi2, which sets some of MPICH's variables
+    return (found or [""])[0]
+
+
+def launched_ranks(args: Namespace) -> tuple:
+    """(rank, local rank, world size, local world size) from a launcher's variables; () without one. Sets MASTER_ADDR
+    and MASTER_PORT where the launcher does not. Raises UsageError in a process that is one of several and cannot tell
+    which, or where to meet the others."""
+    env, name = os.environ, find_launcher()
+    if not name:
+        return ()
+    rank, local_rank, size, local_size = (env.get(variable) for variable in LAUNCHERS[name])
     try:
-        if "RANK" in env and "WORLD_SIZE" in env:
-            local = int(env.get("LOCAL_RANK", args.local_rank))
-            ranks = int(env["RANK"]), local, int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", local + 1))
-        # The variables of a step. A job has SLURM_NTASKS too, but what is started in it without srun is alone.
-        elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        if name == "torchrun":  # others that set its variables leave out the local ones: one process per pod or host
+            local_rank = local_rank or args.local_rank or 0
+            local_size = local_size or int(local_rank) + 1
+        elif name == "srun":
             # "2(x3),1" is 2, 2, 2, 1; the list "rack[1-2]n[07-09,12],x" begins with rack1n07.
-            per_node = re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
-            per_node = [int(tasks) for tasks, times in per_node for _ in range(int(times or 1))]
-            ranks = (int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), int(env["SLURM_STEP_NUM_TASKS"]),
-                     per_node[int(env["SLURM_NODEID"])])
+            per_node = re.findall(r"(\d+)(?:\(x(\d+)\))?", local_size)
+            local_size = [tasks for tasks, times in per_node for _ in range(int(times or 1))][int(env["SLURM_NODEID"])]
             env.setdefault("MASTER_ADDR", re.sub(r"\[(\d+)[^]]*\]|,.*", r"\1", env["SLURM_STEP_NODELIST"]))
-            env.setdefault("MASTER_PORT", str(15000 + int(env["SLURM_JOB_ID"]) % 15000))
-        else:
-            return ()
-        port_fits = env["MASTER_ADDR"] and 0 < int(env["MASTER_PORT"]) < 65536
-        if not port_fits or not 0 <= ranks[0] < ranks[2] or not 0 <= ranks[1] < ranks[3]:
-            raise ValueError(f"rank {ranks[0]} of {ranks[2]}, local rank {ranks[1]} of {ranks[3]}")
+            port = int(env["SLURM_JOB_ID"]) + 7919 * int(env.get("SLURM_STEP_ID", 0))  # steps may run at the same time
+            env.setdefault("MASTER_PORT", str(15000 + port % 15000))
+        elif local_size == size:  # one node, where all ranks have the same parent
+            env.setdefault("MASTER_ADDR", "127.0.0.1")
+            env.setdefault("MASTER_PORT", str(10000 + PARENT % 20000))
+        elif not env.get("MASTER_ADDR") or not env.get("MASTER_PORT"):
+            raise UsageError(f"{name} on several nodes needs MASTER_ADDR and MASTER_PORT, the host of rank 0 and a "
+                             "free port there: with Open MPI, mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 …; "
+                             "with MPICH, export both before mpirun")
+        ranks = int(rank), int(local_rank), int(size), int(local_size)
+        fits = 0 <= ranks[0] < ranks[2] and 0 <= ranks[1] < ranks[3] and 0 < int(env["MASTER_PORT"]) < 65536
+        if not fits or not env["MASTER_ADDR"]:
+            raise ValueError(f"rank {rank} of {size}, local rank {local_rank} of {local_size}, {env['MASTER_PORT']}")
         return ranks
-    except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
-        raise UsageError("the launcher's variables RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
-                                f"do not fit together ({error!r}): unset them, or start with torchrun") from None
+    except (KeyError, ValueError, TypeError, IndexError) as error:
+        raise UsageError(f"the variables {', '.join(LAUNCHERS[name])}, MASTER_ADDR and MASTER_PORT do not fit together "
+                         f"({type(error).__name__}: {error}): unset them, or start with torchrun") from None
 
 
-@contextlib.contextmanager
-def joining(rank: int, world_size: int, address: str, port: int, timeout: float) -> Iterator[None]:
-    """Around what joins the others at address:port: it says after 4 s what it waits for, and gives up after `timeout`.
-    Torch's own limits start anew for each of several waits, and gloo's is five times as long."""
-    import torch._dynamo  # noqa: F401 - or DDP's constructor does, while ranks that are there already wait for it
-    where, limit = f"rank {rank} of {world_size} at {address}:{port}", f"{timeout:g} s at most (--timeout)"
-    alone = (f"{where} waited in vain, {limit}: start all ranks, with one address, port, number of nodes and number of "
-             "processes; where hosts have several networks, set GLOO_SOCKET_IFNAME to the interface of the right one")
-    timers = (threading.Timer(4, say, [f"{where} waits for the others, {limit}"]),
-              threading.Timer(timeout + 1, lambda: (say(f"error: {alone}"), os._exit(1))))
-    for timer in timers:
-        timer.daemon = True
-        timer.start()
-    choose_interface(address, int(port))
-    try:
-        yield
-    except (RuntimeError, OSError) as error:
-        if re.search("EADDRINUSE|address already in use", str(error), re.I):
-            raise UsageError(f"port {port} is taken: choose another one, in MASTER_PORT") from None
-        raise ConnectionError(f"{alone} ({str(error).splitlines()[0]})") from None
-    finally:
-        for timer in timers:
+def refuse_launcher(script: str) -> None:
+    """Raise UsageError if a launcher has started this script several times: they would be independent trainings."""
+    name = find_launcher()
+    if name and os.environ.get(LAUNCHERS[name][2]) != "1":
+        raise UsageError(f"{name} has started {script} as one of several processes, each of which would train alone: "
+                         f"start it once, with python {script}, or start ddp_launch.py with {name}")
+
+
+def address_of_node_0(args: Namespace) -> tuple[str, int]:
+    """Where the processes of ddp_spawn.py meet; on one node port 0, for any that is free."""
+    if args.nr >= args.nodes:
+        raise UsageError(f"-nr {args.nr}: with -n {args.nodes} the node rank is one of 0 to {args.nodes - 1}")
+    if args.nodes == 1:
+        return "127.0.0.1", args.master_port or 0
+    address, port = args.master_addr or os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    port = args.master_port or (int(port) if port.isdecimal() else 0)
+    if not address or not 0 < port < 65536:
+        raise UsageError(f"-n {args.nodes} needs --master_addr and --master_port (or MASTER_ADDR and MASTER_PORT): "
+                         "where machine 0 is, and a port from 1 to 65535 that is free there")
+    return address, port
+
+
+# ---- Joining and leaving ---------------------------------------------------------------------------
+LOOPBACK = r"localhost$|127\.|\[?::1"
+
+
+def make_store(address: str, port: int, timeout: float, is_master: bool) -> dist.TCPStore:
+    """The key-value store in which ranks meet, or, unless `is_master`, a connection to it. A store at an address of
+    loopback listens only there. Port 0 takes a free one, which nobody else can take between picking and binding."""
+    address, listening = address.strip("[]"), {}
+    if is_master and re.match(LOOPBACK, address):
+        try:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = socket.create_server((address, port), family=family, backlog=1024)
+        except OSError as error:
+            raise UsageError(f"port {port} is taken: choose another one, with --master_port or in MASTER_PORT "
+                             f"({error.strerror})") from None
+        port = listener.getsockname()[1]
+        listening["master_listen_fd"] = listener.detach()  # the store closes it
+    return dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False,
+                         timeout=timedelta(seconds=timeout), **listening)
+
+
+def launched_store(launched: tuple, address: str, port: int, timeout: float) -> dist.Store:
+    """The store at the launcher's address and port, which torchrun keeps itself, and else rank 0. Names in it are of
+    this run: not of another step or mpirun, nor of the attempt that torchrun has restarted."""
+    (rank, _, world_size, local_world_size), env, launcher = launched, os.environ, find_launcher()
+    run = str(PARENT) if launcher != "torchrun" else env.get("TORCHELASTIC_RESTART_COUNT", "")
+    if launcher == "srun":
+        run = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID')}"
+    elif world_size != local_world_size:  # other nodes have other parents, and may have other counts of restarts
+        run = ""
+    is_master = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return dist.PrefixStore(run, make_store(address, port, timeout, is_master))
+
+
+class Joining:
+    """Around what joins the others: says after 4 s for which ranks it waits, and gives up after `timeout` seconds.
+    Torch's limits start anew for each of several waits, gloo's is five times as long, nccl's first wait has none."""
+
+    def __init__(self, rank: int, world_size: int, address: str, port: int, timeout: float) -> None:
+        self.rank, self.world_size, self.address, self.port, self.timeout = rank, world_size, address, port, timeout
+        self.missing = f"rank 0 of {world_size}"  # until the store answers, which is with rank 0
+
+    def __enter__(self) -> Joining:
+        import torch._dynamo  # noqa: F401 - or DDP's constructor does, while ranks that are there already wait for it
+        self.started = time.monotonic()
+        self.timers = (threading.Timer(4, lambda: say(self.text("waits"))), threading.Timer(
+            self.timeout + 1, lambda: (say("error: " + self.text("waited in vain")), os._exit(1))))
+        for timer in self.timers:
+            timer.daemon = True
+            timer.start()
+        choose_interface(self.address, self.port)
+        return self
+
+    def __exit__(self, kind: Any, error: Optional[BaseException], _: Any) -> None:
+        for timer in self.timers:
             timer.cancel()
+        if isinstance(error, (RuntimeError, OSError)):
+            if re.search("EADDRINUSE|address already in use", str(error), re.I):
+                raise UsageError(f"port {self.port} is taken: choose another one, in MASTER_PORT") from None
+            raise ConnectionError(f"{self.text('waited in vain')} ({str(error).splitlines()[0]})") from None
+
+    def text(self, waits: str) -> str:
+        srun = "in a Slurm job start with srun python ddp_launch.py; " * (find_launcher() == "srun")
+        advice = (f": start all ranks, {srun}with one address, port, number of nodes and number of processes; where "
+                  "hosts have several networks, set GLOO_SOCKET_IFNAME to the interface of the right one")
+        return (f"rank {self.rank} of {self.world_size} at {self.address}:{self.port} {waits} for {self.missing}, "
+                f"{self.timeout:g} s at most (--timeout){advice * (waits != 'waits')}")
+
+    def wait(self, store: dist.Store, key: str) -> bytes:
+        """The value of a key that another rank sets; meanwhile, find out which ranks are missing."""
+        for pause in (max(0.1, self.started + 3.5 - time.monotonic()), self.timeout):
+            with contextlib.suppress(RuntimeError):  # the pause is over; a lost connection fails again below
+                store.wait([key], timedelta(seconds=pause))
+                break
+            there = {int(rank) for rank in store.get("present").split()}
+            missing = [str(rank) for rank in range(self.world_size) if rank not in there]
+            self.missing = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {self.world_size}"
+        return store.get(key)
+
+    def roll_call(self, store: dist.Store, own: dict[str, Any]) -> dict[str, Any]:
+        """Tell what this rank has. Rank 0 gathers, decides and answers: which device each rank takes, or an error."""
+        arrival = store.add("arrivals", 1)  # not the rank: of two with the same rank, both are to be seen
+        store.set(f"arrival {arrival}", json.dumps(own))
+        store.append("present", f"{self.rank} ")
+        if self.rank == 0:
+            store.set("answer", json.dumps(self.decide(store, own)))
+        answer = json.loads(self.wait(store, "answer"))
+        if store.add("answered", 1) == self.world_size:
+            store.set("all answered", "")
+        if "error" in answer and self.rank == 0:
+            with contextlib.suppress(RuntimeError):  # this process, or its parent, has the store: it goes last
+                store.wait(["all answered"], timedelta(seconds=3))
+        self.missing = "the connections to the others, which are all there"
+        return answer
+
+    def decide(self, store: dist.Store, own: dict[str, Any]) -> dict[str, Any]:
+        """What rank 0 answers; at the first difference, without waiting for more ranks."""
+        ranks: dict[int, dict[str, Any]] = {}
+        for arrival in range(1, self.world_size + 1):
+            try:
+                other = json.loads(self.wait(store, f"arrival {arrival}")[:2**16])
+                where = f"rank {other['rank']} on {other['host']}"
+            except (ValueError, KeyError, TypeError):
+                return {"error": f"port {self.port} has data of another program: choose another port"}
+            if other["rank"] in ranks:
+                return {"error": f"{where} is also on {ranks[other['rank']]['host']}: give each node its own node rank"}
+            if other["refusal"]:
+                return {"error": other["refusal"]}
+            for name, value in own["alike"].items():
+                its = other["alike"].get(name)
+                if its != value:
+                    return {"error": f"{where} has {name} {its}, rank 0 has {value}: all ranks need the same"}
+            ranks[other["rank"]] = other
+        try:
+            return assign_devices([ranks[rank] for rank in range(self.world_size)])
+        except UsageError as error:
+            return {"error": str(error)}
 
 
 def choose_interface(address: str, port: int) -> None:
     """Gloo tells the others the address of this host's own name. Where that is 127.0.1.1, as Debian's installer has it,
-    have gloo take the interface that leads to node 0, at address:port; on node 0 itself, the first but loopback."""
-    loopback, own = r"localhost$|127\.|::1$", "127.0.0.1"  # which gloo takes if the name stands for nothing
+    or none, have gloo take the interface that leads to node 0, at address:port; on node 0, the first but loopback."""
+    own = source = "127.0.0.1"
     with contextlib.suppress(OSError, ValueError):
         own = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
-    on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE") or re.match(loopback, address)
-    if on_one_node or "GLOO_SOCKET_IFNAME" in os.environ or not re.match(loopback, own):
+    on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE") or re.match(LOOPBACK, address)
+    if on_one_node or "GLOO_SOCKET_IFNAME" in os.environ or not re.match(LOOPBACK, own) or sys.platform != "linux":
         return
-    with contextlib.suppress(OSError, ValueError, ImportError), socket.socket(type=socket.SOCK_DGRAM) as probe:
-        import fcntl  # not on Windows
-        probe.connect((address, port))  # sends nothing, but chooses the address to send from
-        source = probe.getsockname()[0]
-        for _, name in reversed(socket.if_nameindex()):
+    with contextlib.suppress(OSError, ValueError):
+        family, kind, _, _, where = socket.getaddrinfo(address.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)  # sends nothing, but chooses the address to send from
+            source = probe.getsockname()[0]
+        found = [name for name, other in interfaces() if not re.match(LOOPBACK, other)
+                 and (other == source or re.match(LOOPBACK, source))]
+        os.environ.update({"GLOO_SOCKET_IFNAME": name for name in found[:1]})
+
+
+def interfaces() -> Iterator[tuple[str, str]]:
+    """(name, address) of the network interfaces of Linux; first those with IPv4."""
+    import fcntl  # not on Windows
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address
                 found = fcntl.ioctl(probe, 0x8915, name.encode().ljust(256, b"\0"))  # SIOCGIFADDR
-                own = socket.inet_ntoa(found[20:24])
-                if not own.startswith("127.") and (own == source or source.startswith("127.")):
-                    os.environ["GLOO_SOCKET_IFNAME"] = name
+                yield name, socket.inet_ntoa(found[20:24])
+    for line in Path("/proc/net/if_inet6").read_text().splitlines():
+        digits, _, _, scope, _, name = line.split()
+        if scope == "00":  # valid beyond one link
+            yield name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
 
 
 def let_the_first_speak(error: Optional[BaseException], timeout: float) -> None:
@@ -310,6 +448,112 @@ def drop_references() -> None:
     time.sleep(0.1)  # its threads drop the last tensors: for that they need the GIL, which old torch would not give up
 
 
+# ---- Roll call -------------------------------------------------------------------------------------
+# Options about one machine: in these alone ranks may differ.
+OF_ONE_MACHINE = {"nr", "local_rank", "master_addr", "master_port", "data_root", "download", "checkpoint", "metrics",
+                  "num_workers", "device", "timeout"}
+
+
+def describe(rank: int, local_rank: int, world_size: int, args: Namespace, data: Sequence[Dataset]) -> dict[str, Any]:
+    """What a rank tells in the roll call; `alike` must be the same on all ranks."""
+    alike = {f"--{name}": value for name, value in vars(args).items() if name not in OF_ONE_MACHINE}
+    alike["--learning_rate"] = args.learning_rate or common.OPTIMIZERS[args.optimizer][2]
+    for path in filter(os.path.isfile, (sys.argv[0], __file__, common.__file__)):
+        alike[os.path.basename(path)] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+    alike.update({"torch": torch.__version__, "a world size of": world_size})
+    own = {"rank": rank, "local_rank": local_rank, "host": socket.gethostname(), "pid": os.getpid(), "alike": alike,
+           "threads": torch.get_num_threads(), "device": args.device, "gpus": visible_gpus(), "refusal": ""}
+    try:
+        check_files(args, data, writes=rank == 0)
+        for part, samples in zip(("training", "validation", "test"), data):
+            alike[f"{part} data of"] = f"{len(samples)} samples, checksum {checksum(samples):08x}"
+    except UsageError as error:
+        own["refusal"] = str(error)
+    return own
+
+
+def roll_call(joining: Optional[Joining], store: Optional[dist.Store], local_rank: int, args: Namespace,
+              data: Sequence[Dataset]) -> tuple[torch.device, str, list[str]]:
+    """Compare options, data, code and torch of all ranks, before the process group exists, and choose the devices for
+    all of them together; without a store, for this process alone. Rank 0 prints who is where.
+
+    Returns the device, the backend, and what is unlike but no mistake. Raises UsageError on every rank if ranks do not
+    agree, or if rank 0 cannot use its files."""
+    rank, world_size = (joining.rank, joining.world_size) if joining else (0, 1)
+    own = describe(rank, local_rank, world_size, args, data)
+    answer = joining.roll_call(store, own) if joining else assign_devices([own])
+    if "error" in answer:
+        raise UsageError(answer["error"], on_all_ranks=True)
+    if rank == 0:
+        show("\n".join(answer["report"]))
+    device = torch.device("cpu") if answer["devices"] is None else torch.device("cuda", answer["devices"][rank])
+    return device, answer["backend"], answer["unlike"]
+
+
+def visible_gpus() -> list[list[str]]:
+    """[UUID, name] of each GPU that this process sees; where torch knows no UUID, host and number in its place."""
+    found = []
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(i)
+        number = (os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") + [str(i)])[i]
+        found.append([str(getattr(properties, "uuid", f"{socket.gethostname()} {number}")), properties.name])
+    return found
+
+
+def checksum(value: Any, crc: int = 0) -> int:
+    """A checksum of what a data set has in memory: its tensors, and numbers and texts in lists and dicts."""
+    if isinstance(value, Tensor):
+        row = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        crc = zlib.crc32(repr((value.dtype, list(value.shape))).encode(), crc)
+        return zlib.crc32((ctypes.c_char * len(row)).from_address(row.data_ptr()), crc) if len(row) else crc
+    value = vars(value) if isinstance(value, Dataset) else value
+    with contextlib.suppress(TypeError, ValueError):
+        return zlib.crc32(json.dumps(value).encode(), crc)
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ():
+        crc = checksum(item, crc)
+    return crc
+
+
+def assign_devices(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """GPUs if each rank can have one of its own (the one of its local rank, or the only one that it sees), else the CPU
+    for all; and the report. Raises UsageError if GPUs are asked for and cannot be had."""
+    options, wishes, devices, users, reason = ranks[0]["alike"], {rank["device"] for rank in ranks}, [], {}, ""
+    shared = wishes == {"cuda"} and options.get("--backend") == "gloo"  # gloo can, if both are asked for
+    for rank in ranks:
+        if rank["refusal"]:  # of the only one: others are asked before
+            raise UsageError(rank["refusal"])
+        gpus, device = rank["gpus"], rank["local_rank"] if len(rank["gpus"]) != 1 else 0
+        devices.append(device)
+        if device >= len(gpus):
+            reason = reason or (f"rank {rank['rank']} on {rank['host']}, local rank {rank['local_rank']}, sees "
+                                f"{len(gpus)} GPU(s), for {len(ranks)} process(es) in all")
+        elif users.setdefault(gpus[device][0], rank) is not rank and not shared:
+            reason = reason or f"ranks {users[gpus[device][0]]['rank']} and {rank['rank']} have 1 GPU for 2 process(es)"
+    if reason and "cuda" in wishes:
+        raise UsageError(f"--device cuda: {reason}; start fewer processes, or use --device cpu")
+    on_cpu = bool(reason) or "cpu" in wishes
+    if on_cpu and (options["--precision"] == "fp16" or options["--backend"] == "nccl"):
+        raise UsageError("--precision fp16 and --backend nccl need a GPU for each process; use bf16 and gloo on CPUs")
+    backend = options["--backend"] if options["--backend"] != "auto" else "gloo" if on_cpu else "nccl"
+    report, unlike, first = [], [], ""
+    for rank, device in zip(ranks, devices):
+        kind, setup = ("a CPU", "cpu") if on_cpu else (rank["gpus"][device][1], f"cuda:{device}")
+        setup += f" ({kind})" * (not on_cpu)
+        has = f"torch {options['torch']}, {rank['threads']} threads"
+        report.append(f"rank {rank['rank']} of {len(ranks)}: host {rank['host']}, local rank {rank['local_rank']}, "
+                      f"device {setup}, pid {rank['pid']}" + f", {has}" * options["--check"])
+        first = first or f"{has}, {kind}"
+        if f"{has}, {kind}" != first:
+            unlike.append(f"rank {rank['rank']} has {has}, {kind}, but rank 0 has {first}")
+    report.append(f"backend {backend if len(ranks) > 1 else 'none'}, torch {options['torch']}, {ranks[0]['threads']} "
+                  "threads per process, global batch "
+                  f"{options['--batch_size'] * len(ranks) * options['--accumulation_steps']}")
+    if reason and wishes == {"auto"} and any(rank["gpus"] for rank in ranks):
+        report.append(f"on the CPU: {reason}")
+    return {"devices": None if on_cpu else devices, "backend": backend, "unlike": unlike,
+            "report": report + unlike * (not options["--check"])}
+
+
 # ---- The steps of an epoch -------------------------------------------------------------------------
 @dataclass
 class Batch:
@@ -318,12 +562,11 @@ class Batch:
     targets: Any
     weights: Tensor  # [batch], to be multiplied with the losses: see `batches`
     ends_step: bool  # whether the optimizer steps after this micro-batch
-    counted: slice  # the samples that count; others are there twice
-    loss_sum: Tensor
+    counted: slice  # the samples whose weight is not 0
+    loss_sum: Tensor  # of this rank, on the device, as reading it would wait for it
 
     def record(self, losses: Tensor) -> None:
-        """Add the losses, [batch], to those of the epoch; they stay on the device, as reading them would wait for it.
-        Raises ValueError if they are not one number per sample."""
+        """Add the losses to those of the epoch. Raises ValueError unless they are [batch], one for each sample."""
         common.check_one_per_sample("losses", losses, len(self.weights))
         self.loss_sum += losses.detach()[self.counted].sum(dtype=torch.float64)
 
@@ -335,59 +578,50 @@ def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[
     which leaves the mean over the step, as with one process and whole batches. DistributedSampler repeats samples to
     make the shards equally long; those have the weight 0.
     """
-    (rank, world_size), sampler = rank_and_world_size(), loader.batch_sampler
-    done = state.samples
+    (rank, world_size), sampler, done = rank_and_world_size(), loader.batch_sampler, state.samples
     sampler.skip = done // world_size  # of this rank's shard
     shard = sampler.skip + len(sampler) * args.batch_size if sampler.drop_last else len(sampler.sampler)
     # Samples are numbered in the order in which all ranks together take them: rank, rank + world_size, …
     first, state.epoch_samples = sampler.skip * world_size, shard * world_size
     if isinstance(sampler.sampler, DistributedSampler):
         state.epoch_samples = min(state.epoch_samples, len(sampler.sampler.dataset))
-    micro = args.batch_size * world_size  # a micro-batch of all ranks
-    progress, count, device = Progress(state), len(loader), next(state.model.parameters()).device
+    micro, count, device = args.batch_size * world_size, len(loader), state.loss_sum.device
+    terminal, shown = rank == 0 and sys.stdout.isatty(), time.monotonic()
     state.started, state.samples_before = time.perf_counter(), done
     state.new_random_numbers()
     for i, batch in enumerate(loader):
         inputs, targets = common.split_batch(batch, device)
-        step_begins = first + i // args.accumulation_steps * args.accumulation_steps * micro
-        step_ends = min(step_begins + args.accumulation_steps * micro, state.epoch_samples)
+        begin = first + i // args.accumulation_steps * args.accumulation_steps * micro  # of the step
+        end = min(begin + args.accumulation_steps * micro, state.epoch_samples)
         own = range(first + i * micro + rank, min(first + (i + 1) * micro, shard * world_size), world_size)
-        counted = slice(len(range(own.start, done, world_size)), len(range(own.start, state.epoch_samples, world_size)))
-        weights = torch.full((len(own),), world_size / (step_ends - max(done, step_begins)), device=device)
+        counted = slice(sum(n < done for n in own[:1]), len(range(own.start, state.epoch_samples, world_size)))
+        weights = torch.full((len(own),), world_size / (end - max(done, begin)), device=device)
         weights[:counted.start] = weights[counted.stop:] = 0
         if args.precision == "fp16":
             weights = state.scaler.scale(weights)  # so that small gradients do not become 0; unscaled before the step
         ends_step = (i + 1) % args.accumulation_steps == 0 or i + 1 == count
         yield Batch(inputs, targets, weights, ends_step, counted, state.loss_sum)
-        progress.show(i + 1, count)
         if ends_step:
-            state.step, state.samples = state.step + 1, step_ends
+            state.step, state.samples = state.step + 1, end
             if args.checkpoint_steps and state.step % args.checkpoint_steps == 0 and i + 1 < count:
                 state.checkpoint_within_epoch()
-    progress.clear()
-
-
-class Progress:
-    """A line that is updated in place, on rank 0, if standard output is a terminal."""
-
-    def __init__(self, state: TrainState) -> None:
-        self.state, self.shown = state, time.monotonic()
-        self.on = rank_and_world_size()[0] == 0 and sys.stdout.isatty()
-
-    def show(self, i: int, count: int) -> None:
-        if self.on and time.monotonic() > self.shown + 0.5:  # reading the loss waits for the device
-            self.shown, done = time.monotonic(), max(1, self.state.samples - self.state.samples_before)
-            mean = self.state.loss_sum.item() * rank_and_world_size()[1] / done
-            print(f"\repoch {self.state.epoch + 1}, batch {i}/{count}, loss {mean:.4f} ", end="", flush=True)
-
-    def clear(self) -> None:
-        if self.on:
-            print("\r\033[K", end="", flush=True)
+        if terminal and time.monotonic() > shown + 0.5:  # a line that is updated in place; to read the loss is a wait
+            shown, mean = time.monotonic(), state.loss_sum.item() * world_size / max(1, state.samples - done)
+            print(f"\repoch {state.epoch + 1}, batch {i + 1}/{count}, loss {mean:.4f} ", end="", flush=True)
+    print("\r\033[K" * terminal, end="", flush=True)
 
 
 # ---- Training state and checkpoints ----------------------------------------------------------------
+# What a resumed run must have as it was, and what may differ; all else changes nothing, or is about one machine.
+FIXED = ("dataset", "seed", "optimizer")
+VARIABLE = ("batch_size", "accumulation_steps", "drop_last", "precision", "grad_sync", "compile", "max_grad_norm",
+            "weight_decay", "learning_rate", "epochs", "checkpoint_steps")
+
+
 class TrainState:
     """All that training changes, and so all that a checkpoint holds."""
+    SAVED = ("epoch", "step", "samples", "loss_total", "best_epoch", "best_score", "best_loss", "best_model", "history",
+             "made_with")
 
     def __init__(self, model: nn.Module, args: Namespace, data: Sequence[Dataset] = ()) -> None:
         """`data`: the three parts, of which a checkpoint keeps the lengths."""
@@ -398,14 +632,15 @@ class TrainState:
             keep_freed_memory()
         scaler = getattr(torch.amp, "GradScaler", lambda _, **more: torch.cuda.amp.GradScaler(**more))  # before 2.3
         self.scaler = scaler(device.type, enabled=args.precision == "fp16")
-        self.made_with = {**made_with(args, data), "world_size": rank_and_world_size()[1]}
         self.epoch = self.step = self.samples = 0  # epochs done; of the next, steps, and samples of all ranks in them
-        self.epoch_samples = 1  # of the whole epoch, repeated ones not counted
+        self.epoch_samples = 1  # of the whole epoch
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # this rank's, not yet in loss_total
-        self.loss_total = 0.0  # the sum of the losses of all ranks in this epoch
-        self.best_epoch, self.best_score, self.best_loss = 0, -math.inf, math.inf
-        self.best_model: Optional[dict[str, Any]] = None
+        self.loss_total = 0.0  # of all ranks in this epoch
+        self.best_epoch, self.best_score, self.best_loss, self.best_model = 0, -math.inf, math.inf, None
         self.history: list[dict[str, Any]] = []  # the lines of --metrics
+        self.made_with = {"lengths": lengths(data), "world_size": rank_and_world_size()[1],
+                          **{name: getattr(args, name) for name in (*FIXED, *VARIABLE)}}
+        self.lock: Any = None  # on the checkpoint, for as long as this exists
 
     def new_random_numbers(self) -> None:
         """Other random numbers (dropout) on each rank, and such as a resumed run will have again from here on."""
@@ -433,30 +668,25 @@ class TrainState:
         common.average_batch_norm(self.model, self.loss_sum)
         self.loss_total += self.loss_sum.item()
         self.loss_sum.zero_()
-        return self.require_finite("training", self.loss_total / max(1, self.samples))
-
-    def require_finite(self, what: str, loss: float) -> float:
-        if not math.isfinite(loss):
-            raise Failure(f"epoch {self.epoch + 1}: the {what} loss is {loss}: training has diverged. Try a lower "
-                          "--learning_rate, --max_grad_norm 1, or another --precision; a checkpoint was not replaced")
-        return loss
+        return finite(self.loss_total / max(1, self.samples), f"training loss of epoch {self.epoch + 1}")
 
     def end_training(self) -> dict[str, float]:
         """To be called when the batches of an epoch are done: its figures, of all ranks together."""
         loss, seconds = self.synchronize(), time.perf_counter() - self.started
-        trained, self.samples, self.step, self.loss_total = self.samples - self.samples_before, 0, 0, 0.0
-        return {"train_loss": loss, "samples_per_second": trained / seconds, "seconds": seconds,
+        samples, self.samples, self.step, self.loss_total = self.samples - self.samples_before, 0, 0, 0.0
+        return {"train_loss": loss, "samples_per_second": samples / seconds, "seconds": seconds,
                 "learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def end_epoch(self, train: dict[str, float], valid_loss: float, valid_score: Optional[float]) -> None:
-        """Count the epoch, and keep a copy of the weights if they are the best so far."""
-        self.require_finite("validation", valid_loss)
+        """Count the epoch, and keep a copy of the weights if they are the best so far: those with the highest score,
+        and among equals the lowest loss."""
+        finite(valid_loss, f"validation loss of epoch {self.epoch + 1}")
         score = {} if valid_score is None else {"valid_accuracy": valid_score}
         self.history.append({"epoch": self.epoch, "train_loss": train.pop("train_loss"), "valid_loss": valid_loss,
                              **score, **train})
         self.epoch += 1
         valid_score = 0.0 if valid_score is None else valid_score
-        if (valid_score, -valid_loss) > (self.best_score, -self.best_loss):  # the lower loss on a tie
+        if (valid_score, -valid_loss) > (self.best_score, -self.best_loss):
             self.best_epoch, self.best_score, self.best_loss = self.epoch, valid_score, valid_loss
             self.best_model = copy.deepcopy(common.unwrap(self.model).state_dict())
 
@@ -464,9 +694,6 @@ class TrainState:
         """Put the weights of the best epoch into the model."""
         if self.best_model:
             common.unwrap(self.model).load_state_dict(self.best_model)
-
-    SAVED = ("epoch", "step", "samples", "loss_total", "best_epoch", "best_score", "best_loss", "best_model", "history",
-             "made_with")
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers, strings, lists and dicts only, so that weights_only=True can read it."""
@@ -503,39 +730,45 @@ class TrainState:
         loss = self.synchronize()
         if rank_and_world_size()[0] == 0:
             self.save(self.args.checkpoint)
-            show(f"epoch {self.epoch + 1}/{self.args.epochs}, {self.samples} of {self.epoch_samples} samples, step "
-                 f"{self.step}: mean loss {loss:.4f}, learning rate {self.optimizer.param_groups[0]['lr']:.3g}")
+            show(f"epoch {self.epoch + 1}/{self.args.epochs}, step {self.step}, {self.samples} of {self.epoch_samples} "
+                 f"samples: mean loss {loss:.4f}, learning rate {self.optimizer.param_groups[0]['lr']:.3g}")
         self.new_random_numbers()
 
 
-# What a resumed run must have as it was, and what may differ; all else changes nothing, or is about one machine.
-FIXED = ("lengths", "dataset", "seed", "optimizer")
-VARIABLE = ("batch_size", "accumulation_steps", "drop_last", "precision", "grad_sync", "compile", "max_grad_norm",
-            "weight_decay", "learning_rate", "epochs", "checkpoint_steps")
+def finite(loss: float, name: str) -> float:
+    """The loss; raises Failure if it is not finite."""
+    if math.isfinite(loss):
+        return loss
+    raise Failure(f"the {name} is {loss}, training has diverged: try a lower --learning_rate, --max_grad_norm 1, or "
+                  "another --precision; the last checkpoint stays")
 
 
-def made_with(args: Namespace, data: Sequence[Dataset]) -> dict[str, Any]:
-    """What a checkpoint says of the run that made it."""
-    return {"lengths": lengths(data), **{name: getattr(args, name) for name in (*FIXED[1:], *VARIABLE)}}
+def lock_checkpoint(path: str) -> Any:
+    """A lock that ends with this process; raises UsageError if another run on this machine has it."""
+    try:
+        return common.lock(path)
+    except TimeoutError:
+        raise UsageError(f"--checkpoint {path}: another run writes it now; name another file") from None
+    except (OSError, ImportError) as error:
+        say(f"--checkpoint {path}: there are no locks here ({error}); make sure that no other run writes this file")
 
 
-def read_checkpoint(path: str, own: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The checkpoint in a file, mapped into memory; raises UsageError unless a run that is `made_with` this, and has
-    this model, can continue it."""
+def read_checkpoint(path: str, state: TrainState) -> dict[str, Any]:
+    """The checkpoint in a file, mapped into memory; raises UsageError unless it is one that `state` can continue."""
     try:
         with warnings.catch_warnings(record=True):
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(loaded, dict) or set(loaded) != {"model", "optimizer", "scaler", *TrainState.SAVED}:
             raise ValueError("it does not hold what these scripts save")
-        for name in FIXED:
-            if loaded["made_with"].get(name) != own[name]:
-                raise ValueError(f"it was made with {name} {loaded['made_with'].get(name)}, this run has "
-                                 f"{own[name]}")
-        weights = common.unwrap(model).state_dict()
+        for name in (*FIXED, "lengths"):
+            was, now = loaded["made_with"].get(name), state.made_with[name]
+            if was != now:
+                raise ValueError(f"it was made with {name} {was}, and this run has {now}")
+        shapes = lambda weights: {key: getattr(value, "shape", None) for key, value in weights.items()}  # noqa: E731
         for part in ("model", "best_model"):
             loaded[part] = loaded[part] and {re.sub(r"^((module|_orig_mod)\.)+", "", key): value
                                              for key, value in loaded[part].items()}  # made elsewhere, from a wrapper
-            if loaded[part] and shapes(loaded[part]) != shapes(weights):
+            if loaded[part] and shapes(loaded[part]) != shapes(common.unwrap(state.model).state_dict()):
                 raise ValueError("it is of another model, or of another vocabulary")
         return loaded
     except Exception as error:  # whatever is wrong, it cannot be resumed; torch's own words advise to trust the file
@@ -544,34 +777,33 @@ def read_checkpoint(path: str, own: dict[str, Any], model: nn.Module) -> dict[st
                          "name another file, or start without --resume") from None
 
 
-def shapes(weights: dict[str, Any]) -> dict[str, Any]:
-    return {key: getattr(value, "shape", None) for key, value in weights.items()}
-
-
 def start_or_resume(args: Namespace, state: TrainState, loader: DataLoader) -> None:
-    """With --resume, continue --checkpoint if it exists. Rank 0 alone reads it: no shared file system is needed."""
+    """Lock --checkpoint, and continue it with --resume if it exists. Rank 0 alone reads it: no shared file system is
+    needed. Raises UsageError on every rank if that cannot be."""
     rank, world_size = rank_and_world_size()
     loaded: Any = None
-    if args.resume and rank == 0 and os.path.exists(args.checkpoint):
+    if rank == 0 and args.checkpoint:
         try:
-            loaded = read_checkpoint(args.checkpoint, state.made_with, state.model)
+            state.lock = lock_checkpoint(args.checkpoint)
+            if args.resume and os.path.exists(args.checkpoint):
+                loaded = read_checkpoint(args.checkpoint, state)
         except UsageError as error:
             loaded = str(error)
-    loaded = common.broadcast(loaded) if args.resume else None
+    loaded = common.broadcast(loaded) if args.checkpoint else None
     if isinstance(loaded, str):
-        raise UsageError(loaded)
+        raise UsageError(loaded, on_all_ranks=True)
     if loaded is None:
         return
     if isinstance(state.model, DDP):
         warm_up(state.model, loader)
+    was, now = loaded["made_with"], state.made_with
     state.load_state_dict(loaded)
     if rank == 0:
         within = f", step {state.step} of the next" * bool(state.step)
         show(f"going on from {args.checkpoint}, after epoch {state.epoch}{within}")
-        was, now = loaded["made_with"], state.made_with
-        changed = [f"{name} is {now[name]}, was {was.get(name)}" for name in VARIABLE if was.get(name) != now[name]]
+        changed = [f"--{name} is {now[name]}, was {was.get(name)}" for name in VARIABLE if was.get(name) != now[name]]
         if changed:
-            show(f"{'; '.join(changed)}: the bits will not be those of a run that was not interrupted")
+            show(f"{'; '.join(changed)}: the bits will differ from those of a run that was not interrupted")
         if was["world_size"] != world_size:
             show(f"{world_size} process(es) go on from a checkpoint of {was['world_size']}: the result will not be "
                  "bit-identical to that of a run that was not interrupted")
@@ -583,56 +815,59 @@ def warm_up(model: DDP, loader: DataLoader) -> None:
 
     After its first backward DDP puts the gradients into other buckets, in which three ranks or more sum them in another
     order. A resumed run must have these buckets from its first step, as the run had that was interrupted."""
-    device = next(model.parameters()).device
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # some may not be in the checkpoint
-    inputs, targets = common.split_batch(next(iter(loader)), device)
+    inputs, targets = common.split_batch(next(iter(loader)), next(model.parameters()).device)
     common.losses(model.train()(inputs), targets).sum().backward()
     model.zero_grad()
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)
+    for buffer, value in buffers:
+        buffer.detach().copy_(value)
 
 
 # ---- Files and reports -----------------------------------------------------------------------------
-def check_files(args: Namespace, data: Sequence[Dataset]) -> None:
-    """Before anything starts, on rank 0: raise UsageError if the data or a file to write or to continue is unusable."""
-    own = made_with(args, data)
-    for option, path in (("--checkpoint", args.checkpoint), ("--metrics", args.metrics)):
-        try:
-            if path:
-                tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))).close()
-                if os.path.isdir(path) or os.path.exists(path) and not os.access(path, os.R_OK | os.W_OK):
-                    raise OSError("not a file that may be read and written")
-        except OSError as error:
-            raise UsageError(f"{option} {path}: cannot write there ({error.strerror or error}); name a file in a folder"
-                             " that exists and is writable") from None
-    if args.resume and not args.checkpoint:
-        raise UsageError("--resume needs --checkpoint FILE, the file to continue from")
-    if args.resume and os.path.exists(args.checkpoint):
-        read_checkpoint(args.checkpoint, own, common.build_model(args, data[0]))
-
-
 def lengths(data: Sequence[Dataset]) -> list[int]:
     """The lengths of the three parts of the data; raises UsageError if one is unusable."""
     if any(isinstance(part, IterableDataset) for part in data):
-        raise UsageError("load_data returned an IterableDataset, which has no indices to share out among the ranks: "
+        raise UsageError("load_data returned an IterableDataset, whose samples cannot be shared out by their indices: "
                          "return map-style data sets, with __len__ and __getitem__")
-    found = [len(part) for part in data]
-    if not all(found):
-        raise UsageError(f"training, validation and test need a sample each; they have {found}")
-    return found
+    if not all(map(len, data)):
+        raise UsageError(f"training, validation and test need a sample each; they have {[len(part) for part in data]}")
+    return [len(part) for part in data]
 
 
-def show(text: str) -> None:
-    """Print a line of results."""
-    print(text, flush=True)
+def check_files(args: Namespace, data: Sequence[Dataset], writes: bool = True) -> None:
+    """Before anything starts: raise UsageError if the data, or on the rank that `writes` a file, is unusable."""
+    lengths(data)
+    if not writes:
+        return
+    if (args.resume or args.checkpoint_steps) and not args.checkpoint:
+        raise UsageError(f"{'--resume' if args.resume else '--checkpoint_steps'} needs --checkpoint FILE")
+    if args.checkpoint and args.metrics and os.path.realpath(args.checkpoint) == os.path.realpath(args.metrics):
+        raise UsageError(f"--checkpoint and --metrics are both {args.metrics}: name two files")
+    continues = args.resume and os.path.exists(args.checkpoint)
+    for option, path in (("--checkpoint", args.checkpoint), ("--metrics", args.metrics)):
+        try:
+            if path and not os.path.exists(path):
+                tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))).close()
+            elif path and (not os.path.isfile(path) or not os.access(path, os.R_OK | os.W_OK)):
+                raise OSError("not a file that may be read and written")
+        except OSError as error:
+            raise UsageError(f"{option} {path}: cannot write there ({error.strerror or error}); name a file in a folder"
+                             " that exists and is writable") from None
+        if path and os.path.exists(path) and not continues:
+            raise UsageError(f"{option} {path} exists, and this run does not continue it: name another file, remove "
+                             "it, or continue from its checkpoint with --resume")
+    if continues:
+        read_checkpoint(args.checkpoint, TrainState(common.build_model(args, data[0]), args, data))
 
 
 def log(args: Namespace, state: TrainState, *test: Optional[float]) -> None:
     """Write --metrics, and print the figures of the epoch that has ended, or of the test (loss and score)."""
-    names = ("test_loss", "test_accuracy")
-    line = {name: value for name, value in zip(names, test) if value is not None} if test else state.history[-1]
-    write_metrics(args, [*state.history, *([{**line, "world_size": rank_and_world_size()[1]}] if test else [])])
+    line = state.history[-1] if state.history else {}
+    if test:
+        finite(test[0], "test loss")
+        line = {name: value for name, value in zip(("test_loss", "test_accuracy"), test) if value is not None}
+        line["world_size"] = rank_and_world_size()[1]
+    write_metrics(args, state.history + [line] * bool(test))
     formats = {"train_loss": "train loss {:.4f}", "valid_loss": "valid loss {:.4f}", "test_loss": "test loss {:.4f}",
                "valid_accuracy": "valid accuracy {:.2%}", "test_accuracy": "test accuracy {:.2%}",
                "samples_per_second": "{:.0f} samples/s"}
@@ -641,55 +876,23 @@ def log(args: Namespace, state: TrainState, *test: Optional[float]) -> None:
 
 
 def write_metrics(args: Namespace, lines: list[dict[str, Any]]) -> None:
-    if args.metrics:
-        lines = [{k: v if math.isfinite(v) else None for k, v in line.items()} for line in lines]  # JSON has no nan
-        try:
-            common.replace_file(args.metrics, lambda file: file.writelines(f"{json.dumps(line)}\n".encode()
-                                                                           for line in lines))
-        except OSError as error:  # the training is worth more, and the next epoch writes these lines too
-            say(f"--metrics {args.metrics} could not be written ({error.strerror}); the training goes on")
+    """Write --metrics. If that fails, the training goes on: it is worth more, and the next epoch writes all lines."""
+    try:
+        if args.metrics:
+            content = "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+            common.replace_file(args.metrics, lambda file: file.write(content))
+    except OSError as error:
+        say(f"--metrics {args.metrics} could not be written ({error.strerror}); the training goes on")
 
 
-def gather_text(text: str) -> list[str]:
-    """The `text` of every rank, by rank, cut to 200 bytes. As bytes, not objects: nothing is unpickled."""
-    if not dist.is_initialized():
-        return [text]
-    row = torch.tensor(list(text.encode()[:200].ljust(200)), dtype=torch.uint8, device=common.comm_device())
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, row)
-    return [bytes(row.tolist()).decode(errors="ignore").rstrip() for row in rows]
-
-
-def report_processes(local_rank: int, device: torch.device, args: Namespace) -> None:
-    """Rank 0 prints who is where, a line for each rank, and what they use."""
-    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
-    line = f"host {socket.gethostname()}, local rank {local_rank}, device {name}, pid {os.getpid()}"
-    lines = gather_text(line + f", torch {torch.__version__}, {torch.get_num_threads()} threads" * args.check)
-    if rank_and_world_size()[0] == 0:
-        for rank, line in enumerate(lines):
-            print(f"rank {rank} of {len(lines)}: {line}")
-        print(f"backend {dist.get_backend() if dist.is_initialized() else 'none'}, torch {torch.__version__}, "
-              f"{torch.get_num_threads()} threads per process, "
-              f"global batch {args.batch_size * len(lines) * args.accumulation_steps}", flush=True)
-        if device.type == "cpu" and args.device == "auto" and torch.cuda.is_available():
-            print("on the CPU, as there are fewer GPUs than processes on this node", flush=True)
-
-
-def check(rank: int, local_rank: int, world_size: int, device: torch.device, args: Namespace) -> None:
-    """Say, in place of training, who is where, whether they fit together, and whether all-reduces are right and fast.
+def check(rank: int, world_size: int, device: torch.device, problems: list[str]) -> None:
+    """In place of training, after the roll call: say whether the ranks are alike, and all-reduces right and fast.
 
     Bus bandwidth as in NCCL's tests: bytes / time * 2 (n - 1) / n with n ranks. It is what each rank's link has to
-    carry, to be compared with what the hardware can, whatever n is. The exit code is 1 if anything is wrong.
-    """
-    report_processes(local_rank, device, args)
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-    facts = gather_text(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {kind}")
-    problems = [f"rank {other} has {fact}, but rank 0 has {facts[0]}" for other, fact in enumerate(facts)
-                if fact != facts[0]]
-    places = Counter(gather_text(f"{device} of host {socket.gethostname()}"))
-    problems += [f"{count} ranks share {place}" for place, count in places.items() if count > 1 and "cuda" in place]
+    carry, to be compared with what the hardware can, whatever n is. Raises RuntimeError if anything is wrong."""
     for size, name in (2**10, "1 KB"), (2**20, "1 MB"), (2**26, "64 MB"):
-        ramp, seconds, right = torch.arange(size // 4, dtype=torch.float32, device=device) % 1000, [], True
+        ramp, seconds = torch.arange(size // 4, dtype=torch.float32, device=device) % 1000, []
+        wrong = torch.zeros(world_size)
         for _ in range(6):
             summed = ramp + rank
             common.reduce_mean(0)  # so that all begin together
@@ -699,14 +902,14 @@ def check(rank: int, local_rank: int, world_size: int, device: torch.device, arg
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - started)
-            right &= torch.equal(summed, ramp * world_size + world_size * (world_size - 1) / 2)
-        wrong = [other for other, text in enumerate(gather_text(str(right))) if text != "True"]
-        problems += [f"all-reduce of {name}: wrong sums on rank {other}" for other in wrong]
+            wrong[rank] += not torch.equal(summed, ramp * world_size + world_size * (world_size - 1) / 2)
+        problems += [f"all-reduce of {name}: wrong sums on rank {other}"
+                     for other in common.reduce_mean(wrong).nonzero().flatten().tolist()]
         second = common.reduce_mean(statistics.median(seconds[1:])).item()  # the first one opens connections
         if rank == 0:
-            print(f"all-reduce of {name:>5}: {1000 * second:8.3f} ms, bus bandwidth "
-                  f"{size / second * 2 * (world_size - 1) / world_size / 1e9:7.3f} GB/s", flush=True)
+            show(f"all-reduce of {name:>5}: {1000 * second:8.3f} ms, bus bandwidth "
+                 f"{size / second * 2 * (world_size - 1) / world_size / 1e9:7.3f} GB/s")
     if rank == 0:
-        print("\n".join(problems or ["all is well"]), flush=True)
+        show("\n".join(problems or ["all is well"]))
     if problems:
         raise RuntimeError(f"--check: {'; '.join(problems)}")

@@ -57,11 +57,16 @@ class OptionsTest(ErrorTest):
             self.check_all(["--precision", "fp16"], "fp16", "bf16")
             self.check(ddp_spawn, ["--backend", "nccl"], "nccl", "gloo")
         with mock.patch("torch.cuda.is_available", return_value=True), \
-                mock.patch("torch.cuda.device_count", return_value=1):
+                mock.patch("torch.cuda.device_count", return_value=1), \
+                mock.patch("torch.cuda.get_device_properties", return_value=mock.Mock(uuid="GPU-1")) as properties:
+            properties.return_value.name = "a GPU"
             self.check(ddp_spawn, ["-g", "2", "--device", "cuda"], "1 GPU", "2 process")
             args = runtime.make_parser(None).parse_args([])
-            self.assertEqual(runtime.pick_device(args, 0, 2), (torch.device("cpu"), "gloo"))
-            self.assertEqual(runtime.pick_device(args, 0, 1), (torch.device("cuda", 0), "nccl"))
+            own = runtime.describe(0, 0, 1, args, ())
+            two = runtime.assign_devices([own, {**own, "rank": 1, "local_rank": 1}])
+            self.assertEqual((two["devices"], two["backend"]), (None, "gloo"))
+            one = runtime.assign_devices([own])
+            self.assertEqual((one["devices"], one["backend"]), ([0], "nccl"))
 
     def test_nodes(self):
         self.check(ddp_spawn, ["-n", "2", "-nr", "2", "--master_addr", "a", "--master_port", "1"], "-nr 2", "0 to 1")

@@ -11,6 +11,7 @@ from unittest import mock
 
 import ddp_launch
 import ddp_spawn
+import runtime
 import torch
 from tests.helpers import (ROOT, FolderTest, Run, call, finish, free_port, launcher, project, run, start, trained,
                            write_subj)
