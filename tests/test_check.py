@@ -20,7 +20,8 @@ class CheckTest(FolderTest):
 
     def test_ranks_that_differ_and_sums_that_are_wrong(self):
         """One rank has other threads than the other, and another sum at one place of the second size."""
-        wrong = "            wrong[rank] +=", "            summed[-1] += rank == 1 and size == 2**20\n            wrong[rank] +="
+        then = "            wrong[rank] +="
+        wrong = then, f"            summed[-1] += rank == 1 and size == 2**20\n{then}"
         project(self.folder, ("runtime.py", *wrong))
         port = free_port()
         ranks = [start(["ddp_launch.py", "--check"], cwd=self.folder, RANK=str(rank), LOCAL_RANK=str(rank),

@@ -1,15 +1,21 @@
 """A run that is killed and started again with --resume ends with the bits of one that was not."""
+import copy
 import json
+import math
 import os
 import random
 import re
 import signal
 import time
 import unittest
+from unittest import mock
 
+import common
+import ddp_launch
+import runtime
 import torch
 
-from tests.helpers import FolderTest, finish, launcher, project, start, wait_until
+from tests.helpers import FolderTest, call, finish, launcher, options, project, run, start, trained, wait_until
 
 # Random numbers within the model, whose state a resumed run must have as well.
 DROPOUT = ("common.py", "nn.Linear(20, 64), nn.ReLU(), nn", "nn.Linear(20, 64), nn.ReLU(), nn.Dropout(0.3), nn")
@@ -107,3 +113,209 @@ class ResumeTest(FolderTest):
             with self.subTest(command=command, options=options):
                 self.check_equal(f"killed{i}", f"whole{i}")
         print(f"{kills} kills")
+
+
+class CurveTest(FolderTest):
+    """The learning rate follows the share of training done, whatever the number of steps was before (case 21)."""
+
+    def rates(self, epochs, steps, first=0):
+        """Of the last step of each epoch, with Adam's default."""
+        return [0.0025 * (1 + math.cos(math.pi * (epoch + 1 - 1 / steps) / epochs)) for epoch in range(first, epochs)]
+
+    def check(self, before, after, epochs, steps):
+        """Two epochs with the options `before`, the rest of `epochs` with `after`, in so many steps each."""
+        files = ["--checkpoint", self.path("c.pt"), "--metrics", self.path("m"), "--resume"]
+        results = [run("ddp_spawn.py", *given, "--epochs", str(n), *files) if "-g" in given else
+                   call(ddp_launch, *given, "--epochs", str(n), *files) for given, n in ((before, 2), (after, epochs))]
+        self.assertEqual([code for code, _, _ in results], [0, 0], results)
+        with open(self.path("m")) as file:
+            lines = [json.loads(line) for line in file][:-1]
+        self.assertEqual(len(lines), epochs)
+        for found, expected in zip([line["learning_rate"] for line in lines[2:]], self.rates(epochs, steps, 2)):
+            self.assertAlmostEqual(found, expected, places=12)
+        losses = [line["train_loss"] for line in lines]
+        self.assertEqual(len(set(losses)), epochs)  # weights go on changing, in every epoch
+        os.remove(self.path("c.pt"))
+        os.remove(self.path("m"))
+        return results[1][1]
+
+    def test_another_number_of_processes_batch_size_accumulation_and_epochs(self):
+        self.assertIn("4 process(es) go on from a checkpoint of 1", self.check([], ["-g", "4"], 8, 10))
+        self.assertIn("1 process(es) go on from a checkpoint of 4", self.check(["-g", "4"], [], 8, 40))
+        self.assertIn("--batch_size is 500, was 100", self.check([], ["--batch_size", "500"], 5, 8))
+        more = ["--accumulation_steps", "4"]
+        self.assertIn("--accumulation_steps is 4, was 1", self.check([], more, 3, 10))
+        self.assertIn("--epochs is 6, was 2", self.check([], [], 6, 40))
+
+    def test_the_steps_of_a_changed_run_by_hand(self):
+        """Weights, of an epoch of two steps and then one of four; the learning rate given now counts (case 37)."""
+        files = ["--checkpoint", self.path("c.pt"), "--resume", "--optimizer", "sgd"]
+        call(ddp_launch, *files, "--epochs", "1", "--batch_size", "2000", "--learning_rate", "0.1")
+        out = call(ddp_launch, *files, "--epochs", "2", "--batch_size", "1000", "--learning_rate", "0.2")[1]
+        self.assertIn("--learning_rate is 0.2, was 0.1", out)
+        train = common.load_data(options())[0]
+        torch.manual_seed(0)
+        model = common.build_model(options(), train)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for epoch, epochs, size, rate in ((0, 1, 2000, 0.1), (1, 2, 1000, 0.2)):
+            order = torch.randperm(4000, generator=torch.Generator().manual_seed(epoch))
+            for at in range(0, 4000, size):
+                share = (epoch + at / 4000) / epochs
+                optimizer.param_groups[0]["lr"] = rate * 0.5 * (1 + math.cos(math.pi * share))
+                inputs, targets = train[order[at:at + size]]
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+                optimizer.step()
+        weights = torch.load(self.path("c.pt"), weights_only=True)["model"]
+        for key, value in model.state_dict().items():
+            self.assertLess((value - weights[key]).abs().max().item(), 2e-5)
+
+
+class OtherOptionsTest(FolderTest):
+    def test_what_must_be_as_it_was_and_what_is_reported(self):
+        files = ["--checkpoint", self.path("c.pt"), "--resume"]
+        self.assertEqual(call(ddp_launch, *files, "--epochs", "1")[0], 0)
+        for option, value, expected in (("--seed", "1", "seed 0, and this run has 1"),
+                                        ("--optimizer", "sgd", "optimizer adam, and this run has sgd")):
+            code, out, err = call(ddp_launch, *files, "--epochs", "2", option, value)
+            self.assertEqual((code, out, err.count("\n"), expected in err), (2, "", 1, True), err)
+        train, valid, test = common.load_data(options())
+        with mock.patch.object(common, "load_data", return_value=(train, common.Rows(*valid[:499]), test)):
+            code, _, err = call(ddp_launch, *files, "--epochs", "2")
+        self.assertEqual((code, "lengths [4000, 500, 1000], and this run has [4000, 499, 1000]" in err), (2, True), err)
+        for option, value in (("--precision", "bf16"), ("--grad_sync", "manual"), ("--max_grad_norm", "5.0"),
+                              ("--weight_decay", "0.01"), ("--drop_last", None)):
+            with open(self.path("c.pt"), "rb") as file:
+                before = file.read()
+            code, out, err = call(ddp_launch, *files, "--epochs", "2", *([option, value] if value else [option]))
+            self.assertEqual(code, 0, err)
+            self.assertRegex(out, rf"(?m)^.*{option} is {value or True}, was .*: the bits will differ")
+            with open(self.path("c.pt"), "wb") as file:
+                file.write(before)
+
+    def test_an_optimizer_that_was_fused_or_not(self):
+        """The file's setting must not override what this machine supports."""
+        for fused in (True, False):
+            content = trained("ddp_launch.py").checkpoint
+            content = {**content, "optimizer": copy.deepcopy(content["optimizer"])}
+            content["optimizer"]["param_groups"][0].update(fused=fused, lr=123.0)
+            torch.save(content, self.path("c.pt"))
+            code, _, err = call(ddp_launch, "--checkpoint", self.path("c.pt"), "--resume", "--epochs", "3")
+            self.assertEqual(code, 0, err)
+            group = torch.load(self.path("c.pt"), weights_only=True)["optimizer"]["param_groups"][0]
+            own = common.make_optimizer(torch.nn.Linear(1, 1), options()).param_groups[0]
+            self.assertEqual((group.get("fused"), group["lr"] < 0.005), (own.get("fused"), True))
+
+    def test_momentum_in_another_memory_layout(self):
+        """As it comes from rank 0, or from a machine without channels_last: fused steps go by the place in memory."""
+        weights = []
+        for contiguous in (False, True):
+            model = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+            torch.nn.init.ones_(model.weight)
+            state = runtime.TrainState(model, options())
+            model(torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))).square().sum().backward()
+            state.optimizer_step()
+            content = copy.deepcopy(state.state_dict())
+            if contiguous:
+                content["optimizer"] = common.map_tensors(torch.Tensor.contiguous, content["optimizer"])
+            state.load_state_dict(content)
+            state.optimizer_step()
+            weights.append(model.weight.detach().clone())
+        self.assertTrue(torch.equal(*weights))
+
+
+class WithinEpochTest(ResumeTest):
+    """--checkpoint_steps: killed within an epoch, continued by the other launcher, the same bits and figures."""
+    NORM = ("common.py", "nn.Linear(20, 64), nn.ReLU(), nn",
+            "nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.3), nn")
+    # Augmentation, so that data-loading workers draw random numbers too.
+    NOISE = ("common.py", "        rows = torch.frombuffer(array", "        if len(self) == 4000:\n"
+             "            noise = 0.1 * torch.randn(len(indices), 20)\n"
+             "            return self.tensors[0][list(indices)] + noise, self.tensors[1][list(indices)]\n"
+             "        rows = torch.frombuffer(array")
+
+    def setUp(self):
+        FolderTest.setUp(self)
+        project(self.folder, self.NORM, self.NOISE)
+
+    test_killed_and_started_again = test_killed_at_random_moments = None
+
+    def steps_seen(self, name):
+        with open(self.path(name + ".out")) as file:
+            return len(re.findall("^epoch 2/3, step ", file.read(), re.M))
+
+    def test_killed_within_an_epoch(self):
+        for other, options in ((TORCHRUN, ["--accumulation_steps", "2", "--num_workers", "1"]),
+                               (SPAWN, ["--grad_sync", "manual", "--batch_size", "50"])):
+            options = ["--epochs", "3", "--checkpoint_steps", "3", *options]
+            first = SPAWN if other is TORCHRUN else [*launcher(3), "ddp_launch.py"]
+            killed, whole = self.start("killed", first, options), None
+            wait_until(lambda: self.steps_seen("killed") > 1, "steps of the second epoch")
+            os.killpg(killed.pid, signal.SIGKILL)
+            finish(killed)
+            time.sleep(1)  # the workers of torchrun end by themselves
+            checkpoint = torch.load(self.path("killed.pt"), weights_only=True)
+            self.assertGreater(checkpoint["epoch"] + checkpoint["step"], 1)
+            whole = self.start("whole", other, options)
+            code, _, err = finish(self.start("killed", other, options))
+            self.assertEqual(code, 0, err)
+            self.assertEqual(finish(whole)[0], 0)
+            with self.subTest(first=first, options=options):
+                self.check_equal("killed", "whole")
+                with open(self.path("killed.out")) as file:
+                    self.assertRegex(file.read(), r"(?m)^going on from \S+, after epoch \d(, step \d+ of the next)?$")
+            for name in os.listdir(self.folder):
+                if name.startswith(("killed.", "whole.")):
+                    os.remove(self.path(name))
+
+    def test_one_collective_and_one_write_for_each_checkpoint_and_none_without(self):
+        counts = {}
+        for steps in ("", "10"):
+            calls, saves, original = [], [], torch.save
+            given = ["--checkpoint_steps", steps] if steps else []
+            with mock.patch.object(common, "average_batch_norm", lambda model, loss_sum: calls.append(1)), \
+                    mock.patch.object(torch, "save", lambda *a: saves.append(1) or original(*a)):
+                code, out, err = call(ddp_launch, "--epochs", "1", "--checkpoint", self.path(f"{steps}.pt"), *given)
+            self.assertEqual(code, 0, err)
+            counts[steps] = len(calls), len(saves), len(re.findall("^epoch 1/1, step ", out, re.M))
+        self.assertEqual(counts, {"": (1, 1, 0), "10": (1 + 3, 1 + 3, 3)})  # of 40 steps; the last is the epoch's own
+
+    def test_continued_with_other_processes_each_sample_counts_once(self):
+        """Two ranks and micro-batches of 100 up to the fourth step, then three of 37."""
+        given = ["--epochs", "1", "--checkpoint_steps", "4", "--checkpoint", "c.pt", "--resume", "--metrics", "m"]
+        then = "            self.save(self.args.checkpoint)\n            show(f\"epoch"
+        then = then, then.replace("            show", "            os._exit(7)\n            show")
+        project(self.folder, ("runtime.py", *then))
+        self.assertEqual(run("ddp_spawn.py", "-g", "2", *given, cwd=self.folder)[0], 1)
+        then = "        self.loss_sum += losses.detach()"
+        project(self.folder, ("runtime.py", then, f"        losses = losses * 0 + 1\n{then}"))
+        content = torch.load(self.path("c.pt"), weights_only=True)
+        self.assertEqual((content["samples"], content["step"]), (800, 4))
+        content["loss_total"] = 800.0
+        torch.save(content, self.path("c.pt"))
+        code, out, err = run("ddp_spawn.py", "-g", "3", "--batch_size", "37", *given, cwd=self.folder)
+        self.assertEqual(code, 0, err)
+        with open(self.path("m")) as file:
+            self.assertEqual(json.loads(file.readline())["train_loss"], 1.0)
+
+
+class MemoryTest(FolderTest):
+    @unittest.skipUnless(os.environ.get("LONG_TESTS"), "a checkpoint of 400 MB takes a while: LONG_TESTS=1")
+    def test_a_resume_holds_one_copy_on_rank_0_and_none_on_the_others(self):
+        layers = "nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10)"
+        then = "    for epoch in range(state.epoch, args.epochs):\n"
+        peak = "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024"
+        project(self.folder, ("common.py", layers, "nn.Linear(20, 5000), nn.Linear(5000, 5000), nn.Linear(5000, 10)"),
+                ("ddp_spawn.py", then, f"    import resource\n    print(rank, {peak}, 'MB')\n{then}"))
+        given = ["ddp_spawn.py", "-g", "2", "--checkpoint", "c.pt", "--batch_size", "2000"]
+        self.assertEqual(run(*given, "--epochs", "1", cwd=self.folder, timeout=300)[0], 0)
+        fresh = run(*given[:3], "--epochs", "0", cwd=self.folder)[1]
+        code, out, err = run(*given, "--epochs", "1", "--resume", cwd=self.folder, timeout=300)
+        self.assertEqual(code, 0, err)
+        size = os.path.getsize(self.path("c.pt")) / 2**20
+        before, after = [dict(map(lambda line: map(int, line), re.findall(r"^(\d) (\d+) MB", text, re.M)))
+                         for text in (fresh, out)]
+        print(f"checkpoint {size:.0f} MB; peak before training {before}, after a resume {after}")
+        own = 3 / 4 * size  # the optimizer's state and the best model; a fresh run has the weights
+        self.assertLess(after[0] - before[0], own + 1.2 * size)
+        self.assertLess(after[1] - before[1], own + 0.5 * size)

@@ -1,0 +1,240 @@
+"""The roll call: all ranks are there and agree, or none starts; who is missing is named; devices are chosen for all."""
+import contextlib
+import io
+import os
+import re
+import threading
+import unittest
+from unittest import mock
+
+import common
+import runtime
+import torch
+
+from tests.helpers import FolderTest, finish, free_port, options, project, run, start, write_subj
+
+
+class Counted:
+    """A store client that counts its operations."""
+
+    def __init__(self, store):
+        self.store, self.operations = store, 0
+
+    def __getattr__(self, name):
+        def operation(*args):
+            self.operations += 1
+            return getattr(self.store, name)(*args)
+        return operation
+
+
+def roll_call(given, data=None, changes=None, local_ranks=None):
+    """What each rank gets from a roll call, in threads that have a client of one store each: the triple or the error.
+
+    `given` has the options of each rank, `data` its data sets, `changes` what is other in what it tells."""
+    world_size, results, data, changes = len(given), {}, data or {}, changes or {}
+    server = runtime.make_store("127.0.0.1", 0, 30, is_master=True)
+    original = runtime.describe
+
+    def describe(rank, *rest):
+        own = original(rank, *rest)
+        change = dict(changes.get(rank, {}))
+        own["alike"] = {**own["alike"], **change.pop("alike", {})}
+        return {**own, **change}
+
+    def work(rank):
+        args = options(*given[rank])
+        store = Counted(runtime.make_store("127.0.0.1", server.port, 30, is_master=False))
+        try:
+            with runtime.Joining(rank, world_size, "127.0.0.1", server.port, 30) as joining:
+                local_rank = (local_ranks or range(world_size))[rank]
+                results[rank] = runtime.roll_call(joining, store, local_rank, args, data.get(rank, DATA))
+        except common.UsageError as error:
+            results[rank] = error
+        results[rank, "operations"] = store.operations
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
+    out = io.StringIO()
+    with mock.patch.object(runtime, "describe", describe), contextlib.redirect_stdout(out):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    return [results[rank] for rank in range(world_size)], out.getvalue(), sum(
+        results[rank, "operations"] for rank in range(world_size))
+
+
+DATA = common.load_data(options())
+
+
+class AgreementTest(unittest.TestCase):
+    def check_refused(self, *expected, given=((), ()), **more):
+        results, out, _ = roll_call(given, **more)
+        for result in results:
+            self.assertIsInstance(result, common.UsageError)
+            self.assertTrue(result.on_all_ranks)
+            for text in ("rank 1 on ", *expected):
+                self.assertIn(text, str(result))
+        self.assertEqual(out, "")
+
+    def test_each_option_that_must_be_alike(self):
+        for option, other, default in (("--learning_rate", "0.1", "0.005"), ("--seed", "1", "0"),
+                                       ("--optimizer", "sgd", "adam"), ("--precision", "bf16", "fp32"),
+                                       ("--max_grad_norm", "1.5", "None"), ("--epochs", "3", "2"),
+                                       ("--batch_size", "50", "100"), ("--accumulation_steps", "2", "1"),
+                                       ("--grad_sync", "manual", "ddp"), ("--weight_decay", "0.5", "None"),
+                                       ("--checkpoint_steps", "7", "None"), ("--backend", "gloo", "auto")):
+            with self.subTest(option):
+                more = ["--checkpoint", "/nowhere"] if option == "--checkpoint_steps" else []
+                self.check_refused(f"{option} {other}, rank 0 has {default}", given=((), (option, other, *more)))
+        self.check_refused("--resume True, rank 0 has False", given=((), ("--resume",)))
+
+    def test_options_of_one_machine_may_differ_and_a_default_may_be_given(self):
+        results, out, _ = roll_call(((), ("--num_workers", "2", "--data_root", "elsewhere", "--timeout", "60",
+                                          "--learning_rate", "0.005")))
+        self.assertEqual(results, 2 * [(torch.device("cpu"), "gloo", [])])
+        self.assertEqual(out.count("local rank"), 2)
+
+    def test_data(self):
+        train, valid, test = DATA
+        labels = valid.tensors[1].clone()
+        labels[17] = (labels[17] + 1) % 10
+        changed = train, common.Rows(valid.tensors[0], labels), test
+        self.check_refused("validation data of 500 samples", data={1: changed})
+        self.check_refused("test data of 999 samples", "rank 0 has 1000 samples",
+                           data={1: (train, valid, common.Rows(*test[:999]))})
+
+        class Table(torch.utils.data.Dataset):
+            def __init__(self, rows):
+                self.rows = rows
+
+            def __len__(self):
+                return len(self.rows)
+
+        tables = [tuple(Table([[1.0, 2.0, target]] * 5) for _ in range(3)) for target in (0, 1)]
+        self.check_refused("training data of 5 samples", data=dict(enumerate(tables)))
+        alike = [tuple(Table([[1.0, 2.0, 0]] * 5) for _ in range(3)) for _ in range(2)]
+        self.assertEqual(roll_call(((), ()), data=dict(enumerate(alike)))[0][1][1], "gloo")
+
+    def test_code_and_torch(self):
+        self.check_refused("common.py 0123", changes={1: {"alike": {"common.py": "0123"}}})
+        self.check_refused(f"torch 2.0.9, rank 0 has {torch.__version__}", changes={1: {"alike": {"torch": "2.0.9"}}})
+
+    def test_a_rank_that_is_there_twice_and_a_world_of_another_size(self):
+        results, _, _ = roll_call(((), (), ()), changes={1: {"host": "a"}, 2: {"rank": 1, "host": "a"}})
+        self.assertTrue(all("rank 1 on a is also on a: give each node its own node rank" in str(result)
+                            for result in results))
+        self.check_refused("a world size of 4, rank 0 has 2", changes={1: {"alike": {"a world size of": 4}}})
+
+    def test_a_rank_that_cannot_start_says_so_on_all(self):
+        results, _, _ = roll_call(((), ()), data={1: (DATA[0], DATA[1], common.Rows(*DATA[2][:0]))})
+        self.assertEqual([str(result) for result in results],
+                         2 * ["training, validation and test need a sample each; they have [4000, 500, 0]"])
+
+    def test_other_threads_are_reported(self):
+        results, out, _ = roll_call(((), ()), changes={1: {"threads": 77}})
+        self.assertEqual(len(results[1][2]), 1)
+        self.assertRegex(out, r"(?m)^rank 1 has torch \S+, 77 threads, a CPU, but rank 0 has torch")
+
+    def test_store_operations_grow_with_the_number_of_ranks(self):
+        """8 for each rank, and two more for each that has to wait for long."""
+        for size in (8, 64):
+            self.assertTrue(7 * size < roll_call(((),) * size)[2] < 12 * size)
+
+
+class DevicesTest(unittest.TestCase):
+    """GPUs are pretended; what is tested is who gets which."""
+
+    def devices(self, gpus, given=(), local_ranks=None):
+        """The indices, or the error, or None for the CPU; and what is printed. `gpus`: the UUIDs that a rank sees."""
+        changes = {rank: {"gpus": [[uuid, "GPU"] for uuid in uuids]} for rank, uuids in enumerate(gpus)}
+        results, out, _ = roll_call((given,) * len(gpus), changes=changes, local_ranks=local_ranks)
+        if isinstance(results[0], common.UsageError):
+            return str(results[0]), out
+        devices = [device.index for device, _, _ in results]
+        self.assertEqual({backend for _, backend, _ in results}, {"gloo" if devices[0] is None else "nccl"})
+        return devices, out
+
+    def test_by_local_rank(self):
+        self.assertEqual(self.devices(["ab", "ab", "cd", "cd"], local_ranks=[0, 1, 0, 1])[0], [0, 1, 0, 1])
+
+    def test_the_only_one_that_each_process_sees(self):
+        self.assertEqual(self.devices(["a", "b"], local_ranks=[0, 1])[0], [0, 0])
+        self.assertEqual(self.devices(["a", "b"], local_ranks=[0, 0])[0], [0, 0])  # torchrun --virtual-local-rank
+
+    def test_all_on_the_cpu_if_one_rank_can_have_none(self):
+        for gpus, local_ranks, reason in ((["ab", "ab", "", ""], [0, 1, 0, 1], "rank 2 on "),
+                                          (["a", "a"], [0, 1], "1 GPU"),
+                                          (["ab", "ab", "ab"], [0, 1, 2], "local rank 2, sees 2 GPU")):
+            devices, out = self.devices(gpus, local_ranks=local_ranks)
+            self.assertEqual(devices, [None] * len(gpus))
+            self.assertIn(reason, re.findall("on the CPU: .*", out)[0])
+            error, _ = self.devices(gpus, ["--device", "cuda"], local_ranks)
+            self.assertIn("--device cuda: ", error)
+            self.assertIn(reason, error)
+
+    def test_the_cpu_for_all_if_one_rank_asks_for_it(self):
+        changes = {rank: {"gpus": [["ab"[rank], "GPU"]]} for rank in range(2)}
+        results, _, _ = roll_call(((), ("--device", "cpu")), changes=changes)
+        self.assertEqual([device.type for device, _, _ in results], ["cpu", "cpu"])
+
+    def test_uuids_and_their_substitute(self):
+        properties = mock.Mock(uuid="GPU-7")
+        properties.name = "a GPU"
+        with mock.patch("torch.cuda.is_available", return_value=True), \
+                mock.patch("torch.cuda.device_count", return_value=2), \
+                mock.patch("torch.cuda.get_device_properties", return_value=properties), \
+                mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="3,5"):
+            self.assertEqual(runtime.visible_gpus(), [["GPU-7", "a GPU"]] * 2)
+            del properties.uuid  # torch before 2.4
+            self.assertRegex(" ".join(uuid for uuid, _ in runtime.visible_gpus()), r"\S+ 3 \S+ 5$")
+
+
+class ProcessesTest(FolderTest):
+    def by_hand(self, ranks, world_size, given=lambda rank: ()):
+        """Ranks without a launcher, started at once; (code, out, err) of each."""
+        port = free_port()
+        started = [start(["ddp_launch.py", *given(rank)], RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=port,
+                         WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1") for rank in ranks]
+        return [finish(process, 60) for process in started]
+
+    def test_options_that_differ_end_every_rank_and_are_told_once(self):
+        files = ["--checkpoint", self.path("c.pt"), "--metrics", self.path("m")]
+        results = self.by_hand((0, 1), 2, lambda rank: [*files, *["--learning_rate", "0.1"] * rank])
+        self.assertEqual([(code, out) for code, out, _ in results], [(2, ""), (2, "")], results)
+        self.assertRegex("".join(err for _, _, err in results), r"^ddp_launch.py: error: rank 1 on \S+ has "
+                         r"--learning_rate 0.1, rank 0 has 0.005: [^\n]*\n$")
+        self.assertEqual(os.listdir(self.folder), [])
+
+    def test_nodes_with_other_data_or_code(self):
+        """Case 30: the files of Subj exchanged on the second node. And one line of common.py."""
+        for name, (plot, quote) in (("0", (b"a b\n" * 9, b"c\n" * 9)), ("1", (b"c\n" * 9, b"a b\n" * 9))):
+            write_subj(self.path(name), plot, quote)
+            os.makedirs(self.path(f"code{name}"))
+        project(self.path("code0"))
+        project(self.path("code1"), ("common.py", '"momentum": 0.9', '"momentum": 0.8'))
+        for more, expected in ((lambda nr: (["--dataset", "Subj", "--data_root", self.path(str(nr))], {}), "data of"),
+                               (lambda nr: ([], {"cwd": self.path(f"code{nr}")}), "has common.py ")):
+            port, nodes = free_port(), []
+            for nr in (0, 1):
+                given, where = more(nr)
+                nodes.append(start(["ddp_spawn.py", "-n", "2", "-nr", str(nr), "--master_addr", "127.0.0.1",
+                                    "--master_port", port, *given], **where))
+            for code, out, err in map(finish, nodes):
+                self.assertEqual((code, out, err.count("\n")), (2, "", 1), err)
+                self.assertIn("ddp_spawn.py: error: rank 1 on ", err)
+                self.assertIn(expected, err)
+
+    def test_three_of_four_are_there(self):
+        for code, out, err in self.by_hand((0, 1, 3), 4, lambda rank: ["--timeout", "8"]):
+            self.assertEqual((code, out), (1, ""), err)
+            self.assertEqual(err.count(" waits for rank 2 of 4, 8 s at most (--timeout)\n"), 1, err)
+            self.assertIn(" waited in vain for rank 2 of 4, 8 s at most (--timeout): start all ranks", err)
+
+    def test_two_processes_that_see_one_gpu(self):
+        """A pretended one, in a real run: on the CPU with --device auto, refused with --device cuda."""
+        line = "    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):\n"
+        project(self.folder, ("runtime.py", line, f"    found.append(['GPU-1', 'pretended'])\n{line}"))
+        code, out, err = run("ddp_spawn.py", "-g", "2", "--epochs", "1", cwd=self.folder)
+        self.assertEqual((code, "on the CPU: " in out, "test accuracy" in out), (0, True, True), err)
+        code, out, err = run("ddp_spawn.py", "-g", "2", "--device", "cuda", cwd=self.folder)
+        self.assertEqual((code, out, err.count("\n"), "--device cuda: " in err), (2, "", 1, True), err)
