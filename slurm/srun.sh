@@ -5,22 +5,20 @@
 #   squeue --me; tail -f slurm-JOBID.out
 #   scancel JOBID
 #
-# To make it yours, copy it and change the lines marked EDIT. Options before its name are sbatch's and win over the
-# lines below; those after it are ddp_launch.py's, and win as well.
+# To make it yours, copy it and change the lines marked EDIT; --checkpoint_steps is how many steps may be lost. Options
+# before its name are sbatch's and win over the lines below; those after it are ddp_launch.py's, and win as well.
 #SBATCH --nodes=1             # EDIT
 #SBATCH --ntasks-per-node=2   # EDIT: processes on each node, one per GPU
-##SBATCH --gpus-per-node=2    # EDIT: take one # away; not --gpus-per-task, as each task must see all GPUs of its node
+##SBATCH --gpus-per-node=2    # EDIT: take one # away; --gpus-per-task=1 works too
 #SBATCH --cpus-per-task=4     # EDIT: cores of each process
-#SBATCH --time=01:00:00       # EDIT: minutes more than an epoch takes: before it is over, the job starts again
+#SBATCH --time=01:00:00       # EDIT: may be shorter than an epoch; before it is over, the job starts again
 #SBATCH --requeue             # start again after preemption, or when a node has died
 #SBATCH --open-mode=append    # a job that starts again keeps its log
 #SBATCH --signal=B:USR1@90    # SIGUSR1 to this shell alone, 90 s or more before the time limit
 
 # source .venv/bin/activate   # EDIT: makes `python` the one that has torch, if it is not already
 
-# All tasks must agree on where they meet. Jobs that share a node have different ports, by their numbers.
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)
-export MASTER_ADDR MASTER_PORT=$((15000 + SLURM_JOB_ID % 15000))
+# Where the tasks meet, ddp_launch.py finds out from the variables of the step.
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK  # Slurm does not set it, and each task would take all cores it sees
 
 trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
@@ -30,7 +28,7 @@ trap : TERM  # scancel sends it to the tasks as well: this shell outlives them, 
 # died until Slurm has noticed, and puts the job back into the queue; else the job would have failed by then. In the
 # background, as bash runs traps only after a command in the foreground.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=0 \
-  python ddp_launch.py --checkpoint "checkpoint-$SLURM_JOB_ID.pt" --resume "$@" &
+  python ddp_launch.py --checkpoint "checkpoint-$SLURM_JOB_ID.pt" --checkpoint_steps 500 --resume "$@" &
 while kill -0 $! 2> /dev/null; do wait $!; done  # a signal ends `wait` early
 wait $!
 code=$?

@@ -5,13 +5,13 @@
 #   squeue --me; tail -f slurm-JOBID.out
 #   scancel JOBID
 #
-# To make it yours, copy it and change the lines marked EDIT. Options before its name are sbatch's and win over the
-# lines below; those after it are ddp_launch.py's, and win as well.
+# To make it yours, copy it and change the lines marked EDIT; --checkpoint_steps is how many steps may be lost. Options
+# before its name are sbatch's and win over the lines below; those after it are ddp_launch.py's, and win as well.
 #SBATCH --nodes=1             # EDIT
 #SBATCH --ntasks-per-node=1   # one torchrun
 ##SBATCH --gpus-per-node=2    # EDIT: take one # away
 #SBATCH --cpus-per-task=8     # EDIT: cores of all processes of a node
-#SBATCH --time=01:00:00       # EDIT: minutes more than an epoch takes: before it is over, the job starts again
+#SBATCH --time=01:00:00       # EDIT: may be shorter than an epoch; before it is over, the job starts again
 #SBATCH --requeue             # start again after preemption, or when a node has died
 #SBATCH --open-mode=append    # a job that starts again keeps its log
 #SBATCH --signal=B:USR1@90    # SIGUSR1 to this shell alone, 90 s or more before the time limit
@@ -35,7 +35,7 @@ trap : TERM  # scancel sends it to torchrun as well: this shell outlives it, for
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=0 \
   bash -c 'exec torchrun --node_rank="$SLURM_NODEID" "$@"' torchrun \
   --nnodes="$SLURM_NNODES" --nproc_per_node="$processes" --master_addr="$master_addr" --master_port="$master_port" \
-  ddp_launch.py --checkpoint "checkpoint-$SLURM_JOB_ID.pt" --resume "$@" &
+  ddp_launch.py --checkpoint "checkpoint-$SLURM_JOB_ID.pt" --checkpoint_steps 500 --resume "$@" &
 while kill -0 $! 2> /dev/null; do wait $!; done  # a signal ends `wait` early
 wait $!
 code=$?

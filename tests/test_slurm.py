@@ -16,8 +16,8 @@ SCRIPTS = ("srun.sh", "torchrun.sh")
 PER_NODE = "SLURM_GPUS_ON_NODE:-2"  # the line of torchrun.sh that is to be edited
 SLOW = ["--batch_size", "4", "--epochs", "4"]  # seconds for each epoch
 LONG = ["--epochs", "120"]  # longer than until the signal in a job with a limit of three minutes
-CHECK = "        if rank == 0:\n            runtime.check_files"
-FAILS = ("ddp_launch.py", CHECK, "        if rank == 1:\n            raise OSError('no disk')\n" + CHECK)
+LOAD = "data = common.load_data(args)\n"
+FAILS = ("ddp_launch.py", LOAD, f"{LOAD}        if rank == 1:\n            raise OSError('no disk')\n")
 long_test = unittest.skipUnless(os.environ.get("LONG_TESTS"), "takes minutes: LONG_TESTS=1")
 
 
