@@ -11,16 +11,21 @@ import gzip
 import hashlib
 import io
 import itertools
+import json
 import math
+import operator
 import os
 import random
+import re
 import signal
+import socket
 import sys
 import tarfile
 import tempfile
 import time
 import urllib.request
 import warnings
+import zlib
 from argparse import Namespace
 from array import array
 from collections import Counter
@@ -36,16 +41,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 
 class UsageError(Exception):
     """A wrong option or an unusable file: one line that says what is wrong and what to do."""
     exit_code = 2
-
-    def __init__(self, text: str, on_all_ranks: bool = False) -> None:
-        super().__init__(text)
-        self.on_all_ranks = on_all_ranks  # then local rank 0 alone prints it
 
 
 # ---- The task: replace these four functions by your own --------------------------------------------
@@ -215,7 +216,7 @@ CHECKSUMS = {"MNIST": {
 
 def download(dataset: str, folder: str, timeout: float) -> None:
     """Fetch the missing files of `dataset` into `folder`, each whole and checked or not at all."""
-    variable = f"{dataset.upper()}_URL"
+    variable, in_archive = f"{dataset.upper()}_URL", dataset == "Subj"
     source = os.environ.get(variable, SOURCES[dataset])
     try:
         os.makedirs(folder, exist_ok=True)
@@ -224,25 +225,29 @@ def download(dataset: str, folder: str, timeout: float) -> None:
                 path = os.path.join(folder, name)
                 if os.path.exists(path) or os.path.exists(path + ".gz"):
                     continue
-                url = source if dataset == "Subj" else f"{source}/{name}.gz"
+                url = source if in_archive else f"{source}/{name}.gz"
                 content = urllib.request.urlopen(url, timeout=timeout).read()
-                if dataset == "Subj":
+                if in_archive:
                     with tarfile.open(fileobj=io.BytesIO(content)) as tar:  # one file is read, none is unpacked
                         content = b"".join(line + b"\n" for line in tar.extractfile(name).read().splitlines())
                 if hashlib.sha256(content).hexdigest() != checksum:
                     raise ValueError(f"{name} from {url} has a wrong checksum and was thrown away")
-                replace_file(path if dataset == "Subj" else path + ".gz", lambda file: file.write(content))
+                replace_file(path if in_archive else path + ".gz", lambda file: file.write(content))
     except Exception as error:  # of the network, the archive or the file system
         raise UsageError(f"--download: {type(error).__name__}: {error}; put the files into {folder} by hand, or name "
                          f"another source in {variable}") from None
 
 
-def lock(path: str, timeout: float = 0) -> IO[bytes]:
-    """Lock `path` against other processes of this machine, until the file that is returned is closed or this process
-    ends. Raises TimeoutError if another has it for `timeout` seconds, OSError or ImportError if locks are unknown."""
-    import fcntl  # not on Windows
+def lock(path: str, timeout: float = 0) -> Any:
+    """Lock `path` against other processes of this machine, until what is returned is closed or this process ends.
+    Raises TimeoutError if another has it for `timeout` seconds; does nothing where there are no locks."""
     name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:16]
-    file, deadline = open(os.path.join(tempfile.gettempdir(), f"ddp-{name}.lock"), "ab"), time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
+    try:
+        import fcntl  # not on Windows
+        file = open(os.path.join(tempfile.gettempdir(), f"ddp-{name}.lock"), "ab")
+    except (ImportError, OSError):
+        return contextlib.nullcontext()
     while True:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -294,39 +299,35 @@ def end_with(parent: int, _: int = 0) -> None:
 def seed(*numbers: int) -> None:
     """Seed torch and Python's `random`: with one number itself, with several (seed, epoch, rank, …) with a mix."""
     mixed = int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:7], "big")
-    torch.manual_seed(numbers[0] if len(numbers) == 1 else mixed)
-    random.seed(numbers[0] if len(numbers) == 1 else mixed)
+    number = numbers[0] if len(numbers) == 1 else mixed
+    torch.manual_seed(number)
+    random.seed(number)
 
 
-class BatchSampler(Sampler):
+class BatchSampler(torch.utils.data.BatchSampler):
     """The batches of a shard, as lists of indices, from `skip` samples on. In front of each, what to seed a worker by:
     so the random numbers of a data set depend neither on the number of workers nor on where a run was resumed."""
-
-    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, seed: int) -> None:
-        self.sampler, self.batch_size, self.drop_last, self.seed, self.skip = sampler, batch_size, drop_last, seed, 0
+    skip = 0
 
     def __len__(self) -> int:
         left = max(0, len(self.sampler) - self.skip)
         return left // self.batch_size if self.drop_last else math.ceil(left / self.batch_size)
 
     def __iter__(self) -> Iterator[tuple]:
-        indices = itertools.islice(iter(self.sampler), self.skip, None)
-        rank, epoch = rank_and_world_size()[0], getattr(self.sampler, "epoch", 0)
+        indices, rank = itertools.islice(self.sampler, self.skip, None), rank_and_world_size()[0]
+        seed, epoch = getattr(self.sampler, "seed", 0), getattr(self.sampler, "epoch", 0)
         for i in range(len(self)):
             batch = list(itertools.islice(indices, self.batch_size))
-            yield (self.seed, epoch, self.skip + i * self.batch_size, rank), batch
+            yield (seed, epoch, self.skip + i * self.batch_size, rank), batch
 
 
-class Batches(Dataset):
-    """Fetches whole batches of a data set, as DataLoader asks for where it finds `__getitems__`."""
+class Batches:
+    """Fetches whole batches of a data set, as DataLoader asks for where it finds `__getitems__`: a list of one."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitems__(self, request: tuple) -> Any:
+    def __getitems__(self, request: tuple) -> list:
         numbers, indices = request
         if get_worker_info() is not None:
             seed(*numbers)
@@ -334,9 +335,9 @@ class Batches(Dataset):
         while type(dataset) is Subset:  # as random_split makes them
             dataset, rows = dataset.dataset, [dataset.indices[i] for i in rows]
         if isinstance(dataset, Rows) and type(dataset).__getitem__ is TensorDataset.__getitem__:
-            return dataset.batch(rows)
+            return [dataset.batch(rows)]
         fetch = getattr(self.dataset, "__getitems__", lambda indices: [self.dataset[i] for i in indices])
-        return getattr(self.dataset, "collate_fn", default_collate)(fetch(indices))
+        return [getattr(self.dataset, "collate_fn", default_collate)(fetch(indices))]
 
 
 def make_loader(dataset: Dataset, sampler: Any, args: Namespace, device: torch.device,
@@ -344,10 +345,9 @@ def make_loader(dataset: Dataset, sampler: Any, args: Namespace, device: torch.d
     """Batches of the samples that `sampler` (any sized iterable of indices) names."""
     workers = args.num_workers > 0
     if drop_last and len(sampler) < args.batch_size:
-        raise UsageError(f"--drop_last leaves no batch: a shard has {len(sampler)} samples, --batch_size is "
-                         f"{args.batch_size}")
-    return DataLoader(Batches(dataset), batch_sampler=BatchSampler(sampler, args.batch_size, drop_last, args.seed),
-                      collate_fn=same, pin_memory=device.type == "cuda", num_workers=args.num_workers,
+        raise UsageError(f"--drop_last leaves no batch of {args.batch_size}: a shard has {len(sampler)} samples")
+    return DataLoader(Batches(dataset), batch_sampler=BatchSampler(sampler, args.batch_size, drop_last),
+                      collate_fn=operator.itemgetter(0), pin_memory=device.type == "cuda", num_workers=args.num_workers,
                       timeout=workers * args.timeout, worker_init_fn=functools.partial(end_with, os.getpid()),
                       # Processes of mp.spawn would spawn their workers, which import torch again.
                       multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
@@ -355,11 +355,6 @@ def make_loader(dataset: Dataset, sampler: Any, args: Namespace, device: torch.d
                       persistent_workers=workers,
                       # A generator of its own: starting workers then does not change the numbers that dropout draws.
                       generator=torch.Generator().manual_seed(args.seed + rank_and_world_size()[0]))
-
-
-def same(batch: Any) -> Any:
-    """What `Batches` returns is a batch already."""
-    return batch
 
 
 def split_batch(batch: Any, device: torch.device) -> tuple[Any, Any]:
@@ -385,6 +380,20 @@ def batch_length(value: Any) -> int:
     while isinstance(value, (tuple, list, dict)) and len(value):
         value = next(iter(value.values() if isinstance(value, dict) else value))
     return len(value)
+
+
+def checksum(value: Any, crc: int = 0) -> int:
+    """A checksum of what a data set has in memory: its tensors, and numbers and texts in lists and dicts."""
+    if isinstance(value, Tensor):
+        row = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        crc = zlib.crc32(repr((value.dtype, list(value.shape))).encode(), crc)
+        return zlib.crc32((ctypes.c_char * len(row)).from_address(row.data_ptr()), crc) if len(row) else crc
+    value = vars(value) if isinstance(value, Dataset) else value
+    with contextlib.suppress(TypeError, ValueError):
+        return zlib.crc32(json.dumps(value).encode(), crc)
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ():
+        crc = checksum(item, crc)
+    return crc
 
 
 def check_one_per_sample(name: str, values: Any, samples: int) -> None:
@@ -422,6 +431,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 # ---- Collectives -----------------------------------------------------------------------------------
 BUCKET_BYTES = 25 * 1024 * 1024  # as DDP's own buckets
+LOOPBACK = r"localhost$|127\.|\[?::1"
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -463,52 +473,43 @@ def average_gradients(model: nn.Module) -> None:
     zero there; one missing on all stays None. Half precision is summed in float32, so that nothing overflows. A sparse
     gradient stays sparse, but travels dense. Takes the memory of the gradients once more, and keeps none of it.
     """
-    world_size = rank_and_world_size()[1]
     kinds: dict[Any, list[nn.Parameter]] = {}
-    for parameter in model.parameters() if world_size > 1 else ():  # a shared parameter comes once
+    for parameter in model.parameters() if rank_and_world_size()[1] > 1 else ():  # a shared parameter comes once
         if parameter.requires_grad:
             kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
     for parameters in kinds.values():
         # Every rank sends every parameter, and whether it has a gradient, and a sparse one: ranks that left some out
         # would pair up different tensors, and asking first would cost a collective.
         yes, no = parameters[0].new_ones(1), parameters[0].new_zeros(1)
-        flags = [yes if flag else no for parameter in parameters for flag in (
-            parameter.grad is not None, parameter.grad is not None and parameter.grad.is_sparse)]
-        row = torch.cat([*map(as_row, parameters), *flags])
+        present = [parameter.grad is not None for parameter in parameters]
+        sparse = [parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters]
+        grads = [dense_gradient(parameter) for parameter in parameters]
+        row = torch.cat([*(grad.reshape(-1) for grad in grads), *(yes if flag else no for flag in present + sparse)])
         row = row.to(torch.promote_types(row.dtype, torch.float32))
         works = [dist.all_reduce(piece, async_op=True) for piece in row.split(BUCKET_BYTES // row.element_size())]
         for work in works:
             work.wait()
-        *means, flags = row.div_(world_size).split([*(p.numel() for p in parameters), len(flags)])
-        put_means(parameters, means, flags)
+        *means, flags = row.div_(dist.get_world_size()).split([*(grad.numel() for grad in grads), 2 * len(grads)])
+        torch._foreach_copy_(grads, [mean.view(grad.shape) for mean, grad in zip(means, grads)])
+        if not all(present):  # this waits for the device
+            present, sparse = (flags.view(2, -1) != 0).tolist()
+        for parameter, grad, on_some_rank, is_sparse in zip(parameters, grads, present, sparse):
+            if is_sparse:
+                own = parameter.grad
+                grad = grad.to_sparse(own.sparse_dim() if own is not None and own.is_sparse else 1)
+            parameter.grad = grad if on_some_rank else None
 
 
-def as_row(parameter: nn.Parameter) -> Tensor:
-    """The gradient as one row; zeros if there is none."""
+def dense_gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient, or a copy if the means can't be written into it; zeros if there is none."""
     grad = parameter.grad
-    if grad is None:
-        return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-    return (grad.to_dense() if grad.is_sparse else grad).resolve_conj().resolve_neg().contiguous().view(-1)
-
-
-def put_means(parameters: list[nn.Parameter], means: Sequence[Tensor], flags: Tensor) -> None:
-    """Make the means the gradients, in place where there is a dense one."""
-    present, values = [], []
-    for i, (parameter, mean) in enumerate(zip(parameters, means)):
-        grad, mean = parameter.grad, mean.view(parameter.shape)
-        some, sparse = True, grad is not None and grad.is_sparse
-        if grad is None:
-            some, sparse = flags[2 * i:2 * i + 2].tolist()  # waits for the device: only where one is missing
-        if some and sparse:
-            parameter.grad = mean.to(parameter.dtype).to_sparse(1 if grad is None else grad.sparse_dim())
-        elif some and (grad is None or 0 in grad.stride()):  # missing, or expanded: many elements in one place
-            with torch.inference_mode(False):  # with the layout of the parameter, by which fused optimizers go
-                parameter.grad = torch.zeros_like(parameter).copy_(mean)
-        elif some:
-            present.append(grad)
-            values.append(mean)
-    if present:
-        torch._foreach_copy_(present, values)
+    if grad is not None and grad.is_sparse:
+        return grad.to_dense()
+    if grad is not None and 0 not in grad.stride():
+        return grad
+    with torch.inference_mode(False):  # missing, or expanded: many elements in one place
+        zeros = torch.zeros_like(parameter)  # with its layout, by which fused optimizers go
+        return zeros if grad is None else zeros.copy_(grad)
 
 
 @torch.no_grad()
@@ -532,24 +533,50 @@ def broadcast(value: Any) -> Any:
     rank, world_size = rank_and_world_size()
     if world_size == 1:
         return value
-    tensors, file, device = [], io.BytesIO(), comm_device()
-    # First the structure, in which each tensor is one element that is expanded to its shape; then what is in them.
-    map_tensors(tensors.append, value)
-    torch.save(map_tensors(lambda tensor: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape), value), file)
+    file, device = io.BytesIO(), comm_device()
+    if rank == 0:
+        torch.save(value, file)
     size = torch.tensor(file.tell(), device=device)
     dist.broadcast(size, src=0)
-    rows = [torch.frombuffer(bytearray(file.getvalue().ljust(int(size))), dtype=torch.uint8)[:int(size)]]
-    for row in itertools.chain(rows, (tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors)):
-        for piece in row.split(BUCKET_BYTES):
-            moved = piece.to(device)
-            dist.broadcast(moved, src=0)
-            piece.copy_(moved)
-        if rank > 0 and row is rows[0]:
-            value = torch.load(io.BytesIO(bytes(row.tolist())), weights_only=True)
-            value = map_tensors(lambda small: torch.empty(small.shape, dtype=small.dtype), value)
-            tensors.clear()
-            map_tensors(tensors.append, value)
-    return value
+    if rank > 0:
+        file = io.BytesIO(bytes(int(size)))
+    for piece in torch.frombuffer(file.getbuffer(), dtype=torch.uint8).split(BUCKET_BYTES):
+        moved = piece.to(device)
+        dist.broadcast(moved, src=0)
+        piece.copy_(moved)
+    return value if rank == 0 else torch.load(file, weights_only=True)
+
+
+def warm_up(model: nn.Module, loader: DataLoader) -> None:
+    """One backward pass, whose result is dropped, before a checkpoint is loaded into a DDP model. After its first one
+    DDP puts the gradients into other buckets, in which three ranks or more sum them in another order. A resumed run
+    must have these buckets from its first step, as the run had that was interrupted."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # some may not be in the checkpoint
+    inputs, targets = split_batch(next(iter(loader)), next(model.parameters()).device)
+    losses(model.train()(inputs), targets).sum().backward()
+    model.zero_grad()
+    for buffer, value in buffers:
+        buffer.detach().copy_(value)
+
+
+def choose_interface(address: str) -> None:
+    """Gloo tells the others the address of this host's own name. Where that is 127.0.1.1, as Debian's installer has it,
+    or none, have gloo take the network interface that leads to node 0, by Linux's table of IPv4 routes."""
+    own, routes = "127.0.0.1", []
+    with contextlib.suppress(OSError, ValueError):
+        own = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
+    on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE") or re.match(LOOPBACK, address)
+    if on_one_node or "GLOO_SOCKET_IFNAME" in os.environ or not re.match(LOOPBACK, own):
+        return
+    with contextlib.suppress(OSError):  # another system, or an IPv6 address
+        node_0 = int.from_bytes(socket.inet_aton(socket.gethostbyname(address)), sys.byteorder)
+        with open("/proc/net/route") as file:
+            for line in file.readlines()[1:]:
+                name, destination, _, _, _, _, _, mask, *_ = line.split()
+                leads_there = node_0 & int(mask, 16) == int(destination, 16)
+                routes.append((leads_there, bin(int(mask, 16)).count("1"), name))
+    if routes:
+        os.environ["GLOO_SOCKET_IFNAME"] = max(routes)[2]  # the longest mask is that of the nearest network
 
 
 @torch.no_grad()
