@@ -1,7 +1,5 @@
-"""The task (data, model, loss, score), which you replace by your own, and the collectives, which work for any task.
-
-Every function works with a process group and without one.
-"""
+"""The task (data, model, losses, scores), which you replace by your own, and collectives for any task, which work without
+a process group too."""
 from __future__ import annotations
 
 import contextlib
@@ -295,6 +293,15 @@ def end_with(parent: int, _: int = 0) -> None:
             os._exit(1)
 
 
+def keep_freed_memory() -> None:
+    """Have glibc keep the memory of tensors that come and go in each step: new pages would have to be cleared."""
+    if sys.platform == "linux" and not any(name.startswith("MALLOC_") for name in os.environ):
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):  # not in musl
+            libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+            libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD
+
+
 # ---- Loaders ---------------------------------------------------------------------------------------
 def seed(*numbers: int) -> None:
     """Seed torch and Python's `random`: with one number itself, with several (seed, epoch, rank, …) with a mix."""
@@ -375,13 +382,6 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-def batch_length(value: Any) -> int:
-    """The number of samples in inputs or targets: the length of the first tensor in them."""
-    while isinstance(value, (tuple, list, dict)) and len(value):
-        value = next(iter(value.values() if isinstance(value, dict) else value))
-    return len(value)
-
-
 def checksum(value: Any, crc: int = 0) -> int:
     """A checksum of what a data set has in memory: its tensors, and numbers and texts in lists and dicts."""
     if isinstance(value, Tensor):
@@ -398,18 +398,16 @@ def checksum(value: Any, crc: int = 0) -> int:
 
 def check_one_per_sample(name: str, values: Any, samples: int) -> None:
     """Raise ValueError unless `values`, from losses() or scores(), has one number for each of so many samples."""
-    if not isinstance(values, Tensor) or values.shape != (samples,):
-        shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    if shape != [samples]:
         raise ValueError(f"{name}() must return one number per sample, a tensor of shape [{samples}] here, but it "
                          f"returned {shape}: take the mean over all dimensions but the first, for instance")
 
 
 # ---- Wrappers --------------------------------------------------------------------------------------
 class Autocast(nn.Module):
-    """Runs a module in bf16 or fp16 where that is safe; what it returns is float32.
-
-    As a module inside DataParallel, since the dtype of autocast is not passed on to the threads that it starts.
-    """
+    """Runs a module in bf16 or fp16 where that is safe; what it returns is float32. It is a module, and inside
+    DataParallel, since the dtype of autocast is not passed on to the threads that DataParallel starts."""
 
     def __init__(self, module: nn.Module, precision: str) -> None:
         super().__init__()
@@ -445,13 +443,10 @@ def comm_device() -> torch.device:
 
 
 def reduce_mean(value: Any, nprocs: Optional[int] = None) -> Tensor:
-    """The mean of `value`, a real tensor of any shape or a Python number, over all ranks.
-
-    Returns a new, detached tensor on the device of `value`: floating tensors in their own dtype, everything else
-    in float64. Every rank must call it, with the same shape; dtypes may differ, as the sum is made in float64.
-    `nprocs` is there for compatibility with the notes' function of this name. Raises ValueError if it is given and is
-    not the world size, and TypeError for complex numbers.
-    """
+    """The mean of `value`, a real tensor of any shape or a Python number, over all ranks, which must all call it, with the
+    same shape. Returns a new, detached tensor on the device of `value`: floating tensors in their own dtype, which may
+    differ, as the sum is made in float64, everything else in float64. Raises TypeError for complex numbers, and ValueError
+    if `nprocs`, which is there for compatibility with the notes' function of this name, is not the world size."""
     world_size = rank_and_world_size()[1]
     if nprocs is not None and nprocs != world_size:
         raise ValueError(f"reduce_mean: nprocs is {nprocs}, but the world size is {world_size}")
@@ -467,12 +462,10 @@ def reduce_mean(value: Any, nprocs: Optional[int] = None) -> Tensor:
 
 @torch.no_grad()
 def average_gradients(model: nn.Module) -> None:
-    """Replace each gradient by the mean of all ranks' gradients; call it after backward and before the step.
-
-    Not needed with DDP, which has averaged by the end of backward. A gradient that is missing on some ranks counts as
-    zero there; one missing on all stays None. Half precision is summed in float32, so that nothing overflows. A sparse
-    gradient stays sparse, but travels dense. Takes the memory of the gradients once more, and keeps none of it.
-    """
+    """Replace each gradient by the mean of all ranks' gradients; call it after backward and before the step. Not needed
+    with DDP, which has averaged by the end of backward. A gradient that is missing on some ranks counts as zero there; one
+    missing on all stays None. Half precision is summed in float32, so that nothing overflows. A sparse gradient stays
+    sparse, but travels dense. Takes the memory of the gradients once more, and keeps none of it."""
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters() if rank_and_world_size()[1] > 1 else ():  # a shared parameter comes once
         if parameter.requires_grad:
@@ -516,12 +509,10 @@ def dense_gradient(parameter: nn.Parameter) -> Tensor:
 def average_batch_norm(model: nn.Module, loss_sum: Optional[Tensor] = None) -> None:
     """Give all ranks the mean of BatchNorm's running statistics, which each has from its own shard, and the sum of
     `loss_sum`, a float64 number: in place, by one all-reduce. No other buffer is touched."""
-    if not dist.is_initialized():
-        return
     norms = [module for module in model.modules() if isinstance(module, _NormBase)]
-    buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
-    values = [*buffers, *([] if loss_sum is None else [loss_sum])]
-    if values:
+    values = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
+    values += [] if loss_sum is None else [loss_sum]
+    if values and dist.is_initialized():
         row = torch.cat([value.reshape(-1).double() for value in values]).to(comm_device())
         dist.all_reduce(row)
         for value, total in zip(values, row.to(values[0].device).split([value.numel() for value in values])):
@@ -590,7 +581,9 @@ def evaluate(model: nn.Module, loader: DataLoader) -> tuple[float, Optional[floa
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # losses, samples, scores, samples that have one
     for batch in loader:
         inputs, targets = split_batch(batch, device)
-        outputs, samples = model(inputs), batch_length(targets)
+        outputs, tensors = model(inputs), []
+        map_tensors(tensors.append, targets)
+        samples = len(tensors[0])
         for i, function in ((0, losses), (2, scores)):
             values = function(outputs, targets)
             if values is not None:

@@ -4,33 +4,28 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import ctypes
 import gc
-import hashlib
 import json
 import math
 import os
-import platform
 import re
 import signal
 import socket
-import statistics
 import sys
 import tempfile
 import threading
 import time
 import traceback
 import warnings
+import zlib
 from argparse import Namespace
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Callable, Iterator, Optional, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence
 
 import common
 import torch
 import torch.distributed as dist
-from common import UsageError, checksum, rank_and_world_size
+from common import UsageError, checksum, keep_freed_memory, rank_and_world_size
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -53,17 +48,13 @@ def errors_in_one_line(local_rank: int = 0) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        if local_rank > 0:
-            time.sleep(5)  # local rank 0 finds the same mistake and says it, and the launcher ends the others
+        time.sleep(5 if local_rank > 0 else 0)  # local rank 0 says the same, and the launcher ends the others
         say(f"error: {error}")
         sys.exit(error.exit_code)
 
 
 def run(main: Callable[[], None]) -> None:
     """Call a script's `main`, with errors in one line."""
-    for stream in sys.stdout, sys.stderr:
-        with contextlib.suppress(AttributeError):  # a character that cannot be printed must not end a run
-            stream.reconfigure(errors="backslashreplace")
     local_ranks = [os.environ.get(variables[1], "") for variables in LAUNCHERS.values()]
     with errors_in_one_line(next((int(text) for text in local_ranks if text.isdecimal()), 0)):
         main()
@@ -88,20 +79,9 @@ def end_on_signals() -> None:
     """Have Ctrl-C and SIGTERM end this process at once, without a traceback; files stay whole."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if os.getpid() == 1:  # in a container: Linux ignores these signals there, so the work moves to a child process
-        child = os.fork()
-        if child:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda number, _: os.kill(child, number))
-            status = os.waitpid(child, 0)[1]
-            os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep the memory of tensors that come and go in each step: new pages would have to be cleared."""
-    if platform.libc_ver()[0] == "glibc" and not any(name.startswith("MALLOC_") for name in os.environ):
-        ctypes.CDLL(None).mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
-        ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD
+    if os.getpid() == 1:  # in a container: there Linux ignores signals that have no handler
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: os._exit(128 + number))
 
 
 # ---- Options ---------------------------------------------------------------------------------------
@@ -165,8 +145,6 @@ def add_option(group: Any, *names: str, **settings: Any) -> None:
     """Add an option, whose names are taken with dashes too; --help shows its default."""
     if settings.get("action") or settings.get("default") is not None:
         settings["help"] += " (default: off)" if settings.get("action") else " (default: %(default)s)"
-    if settings.get("type") in (COUNT, COUNT_OR_NONE):
-        settings["metavar"] = "N"
     group.add_argument(*names, **settings)
     if "_" in names[-1]:
         hidden = {"dest": names[-1][2:], "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
@@ -280,16 +258,11 @@ def make_store(address: str, port: int, timeout: float, is_master: bool) -> dist
 
 
 def launched_store(launched: tuple, address: str, port: int, timeout: float) -> dist.Store:
-    """The store at the launcher's address and port, which torchrun keeps itself, and else rank 0. Names in it are of
-    this run: not of another step or mpirun, nor of the attempt that torchrun has restarted."""
-    (rank, _, world_size, local_world_size), env, launcher = launched, os.environ, find_launcher()
-    run = env.get("TORCHELASTIC_RESTART_COUNT", "") if launcher == "torchrun" else str(PARENT)
-    if launcher == "srun":
-        run = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID')}"
-    elif world_size != local_world_size:  # other nodes have other parents, and may have other counts of restarts
-        run = ""
-    is_master = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return dist.PrefixStore(run, make_store(address, port, timeout, is_master))
+    """The store at the launcher's address and port, which torchrun keeps itself, for all attempts, and else rank 0."""
+    rank, _, world_size, local_world_size = launched
+    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if world_size == local_world_size else ""  # of this node
+    return dist.PrefixStore(restarts, make_store(address, port, timeout, is_master))
 
 
 class Joining:
@@ -380,7 +353,7 @@ def describe(rank: int, local_rank: int, world_size: int, args: Namespace, data:
     alike = {f"--{name}": value for name, value in vars(args).items() if name not in OF_ONE_MACHINE}
     alike["--learning_rate"] = args.learning_rate or common.OPTIMIZERS[args.optimizer][2]
     for path in filter(os.path.isfile, (sys.argv[0], __file__, common.__file__)):
-        alike[os.path.basename(path)] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+        alike[os.path.basename(path)] = f"checksum {zlib.crc32(common.read_file(path, 'code')):08x}"
     alike.update({"torch": torch.__version__, "a world size of": world_size})
     own = {"rank": rank, "local_rank": local_rank, "host": socket.gethostname(), "pid": os.getpid(), "alike": alike,
            "threads": torch.get_num_threads(), "device": args.device, "gpus": visible_gpus(), "refusal": ""}
@@ -470,8 +443,7 @@ def assign_devices(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 # ---- The steps of an epoch -------------------------------------------------------------------------
-@dataclass
-class Batch:
+class Batch(NamedTuple):
     """What a training step needs of one micro-batch, on the device of the model."""
     inputs: Any
     targets: Any
@@ -483,16 +455,14 @@ class Batch:
     def record(self, losses: Tensor) -> None:
         """Add the losses to those of the epoch. Raises ValueError unless they are [batch], one for each sample."""
         common.check_one_per_sample("losses", losses, len(self.weights))
-        self.loss_sum += losses.detach()[self.counted].sum(dtype=torch.float64)
+        self.loss_sum.add_(losses.detach()[self.counted].sum(dtype=torch.float64))
 
 
 def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[Batch]:
-    """The micro-batches of this rank's shard, from where `state` is in its epoch.
-
-    The weight of a sample is world_size / (samples of all ranks in this step): DDP then divides the sum by world_size,
-    which leaves the mean over the step, as with one process and whole batches. DistributedSampler repeats samples to
-    make the shards equally long; those have the weight 0.
-    """
+    """The micro-batches of this rank's shard, from where `state` is in its epoch. The weight of a sample is world_size /
+    (samples of all ranks in this step): DDP then divides the sum by world_size, which leaves the mean over the step, as
+    with one process and whole batches. DistributedSampler repeats samples to make the shards equally long; those have
+    the weight 0."""
     (rank, world_size), sampler, done = rank_and_world_size(), loader.batch_sampler, state.samples
     sampler.skip = done // world_size  # of this rank's shard
     shard = sampler.skip + len(sampler) * args.batch_size if sampler.drop_last else len(sampler.sampler)
@@ -503,7 +473,7 @@ def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[
     micro, count, device = args.batch_size * world_size, len(loader), state.loss_sum.device
     terminal, shown = rank == 0 and sys.stdout.isatty(), time.monotonic()
     state.started, state.samples_before = time.perf_counter(), done
-    state.new_random_numbers()
+    common.seed(args.seed, state.epoch, state.step, rank)  # dropout: other in each rank, the same again after a resume
     for i, batch in enumerate(loader):
         inputs, targets = common.split_batch(batch, device)
         begin = first + i // args.accumulation_steps * args.accumulation_steps * micro  # of the step
@@ -534,12 +504,11 @@ VARIABLE = ("batch_size", "accumulation_steps", "drop_last", "precision", "grad_
 
 
 class TrainState:
-    """All that training changes, and so all that a checkpoint holds."""
+    """All that training changes, and so all that a checkpoint holds; of `data`, the three parts, the lengths."""
     SAVED = ("epoch", "step", "samples", "loss_total", "best_epoch", "best_score", "best_loss", "best_model", "history",
              "made_with")
 
     def __init__(self, model: nn.Module, args: Namespace, data: Sequence[Dataset] = ()) -> None:
-        """`data`: the three parts, of which a checkpoint keeps the lengths."""
         self.model, self.args, self.optimizer = model, args, common.make_optimizer(model, args)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         device = next(model.parameters()).device
@@ -556,10 +525,6 @@ class TrainState:
         self.made_with = {"lengths": [len(part) for part in data], "world_size": rank_and_world_size()[1],
                           **{name: getattr(args, name) for name in (*FIXED, *VARIABLE)}}
         self.lock: Any = None  # on the checkpoint, for as long as this exists
-
-    def new_random_numbers(self) -> None:
-        """Other random numbers (dropout) on each rank, and such as a resumed run will have again from here on."""
-        common.seed(self.args.seed, self.epoch, self.step, rank_and_world_size()[0])
 
     def optimizer_step(self) -> None:
         """Set the learning rate by the share of training that is done, clip the gradients, and step."""
@@ -639,12 +604,12 @@ class TrainState:
 
     def checkpoint_within_epoch(self) -> None:
         """Save, and go on as a run will that is resumed from here."""
-        loss = self.synchronize()
-        if rank_and_world_size()[0] == 0:
+        loss, rank = self.synchronize(), rank_and_world_size()[0]
+        if rank == 0:
             self.save(self.args.checkpoint)
             show(f"epoch {self.epoch + 1}/{self.args.epochs}, step {self.step}, {self.samples} of {self.epoch_samples} "
                  f"samples: mean loss {loss:.4f}, learning rate {self.optimizer.param_groups[0]['lr']:.3g}")
-        self.new_random_numbers()
+        common.seed(self.args.seed, self.epoch, self.step, rank)
 
 
 def finite(loss: float, name: str) -> float:
@@ -729,7 +694,7 @@ def check_files(args: Namespace, data: Sequence[Dataset], writes: bool = True) -
     continues = args.resume and os.path.exists(args.checkpoint)
     for option, path in (("--checkpoint", args.checkpoint), ("--metrics", args.metrics)):
         if path and os.path.exists(path) and not (continues and os.path.isfile(path)):
-            raise UsageError(f"{option} {path} exists, and this run does not continue it: name another, or use --resume")
+            raise UsageError(f"{option} {path} exists, and is not continued: name another file, or use --resume")
         try:
             if path:  # as replace_file will do
                 tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))).close()
@@ -741,16 +706,16 @@ def check_files(args: Namespace, data: Sequence[Dataset], writes: bool = True) -
 
 def log(args: Namespace, state: TrainState, *test: Optional[float]) -> None:
     """Write --metrics, and print the figures of the epoch that has ended, or of the test (loss and score)."""
-    line = state.history[-1] if state.history else {}
+    lines = state.history
     if test:
         finite(test[0], "test loss")
-        line = {name: value for name, value in zip(("test_loss", "test_accuracy"), test) if value is not None}
-        line["world_size"] = rank_and_world_size()[1]
-    write_metrics(args, state.history + [line] * bool(test))
+        figures = {name: value for name, value in zip(("test_loss", "test_accuracy"), test) if value is not None}
+        lines = [*lines, {**figures, "world_size": rank_and_world_size()[1]}]
+    write_metrics(args, lines)
     formats = {"train_loss": "train loss {:.4f}", "valid_loss": "valid loss {:.4f}", "test_loss": "test loss {:.4f}",
                "valid_accuracy": "valid accuracy {:.2%}", "test_accuracy": "test accuracy {:.2%}",
                "samples_per_second": "{:.0f} samples/s"}
-    text = ", ".join(formats[name].format(value) for name, value in line.items() if name in formats)
+    text = ", ".join(formats[name].format(value) for name, value in lines[-1].items() if name in formats)
     show(f"{text}, weights of epoch {state.best_epoch}" if test else f"epoch {state.epoch}/{args.epochs}: {text}")
 
 
@@ -765,10 +730,9 @@ def write_metrics(args: Namespace, lines: list[dict[str, Any]]) -> None:
 
 
 def check(rank: int, world_size: int, device: torch.device, problems: list[str]) -> None:
-    """In place of training, after the roll call: say whether the ranks are alike, and all-reduces right and fast.
-
-    Bus bandwidth as in NCCL's tests: bytes / time * 2 (n - 1) / n with n ranks, which is what each rank's link carries,
-    to be compared with what the hardware can, whatever n is. Raises RuntimeError if anything is wrong."""
+    """In place of training: say whether the ranks are alike, and all-reduces right and fast. Bus bandwidth as in NCCL's
+    tests: bytes / time * 2 (n - 1) / n with n ranks, to be compared with what the hardware can, whatever n is. Raises
+    RuntimeError if anything is wrong."""
     for size, name in (2**10, "1 KB"), (2**20, "1 MB"), (2**26, "64 MB"):
         ramp = torch.arange(size // 4, dtype=torch.float32, device=device) % 1000
         seconds, wrong = [], torch.zeros(world_size)
@@ -778,13 +742,12 @@ def check(rank: int, world_size: int, device: torch.device, problems: list[str])
             started = time.perf_counter()
             if dist.is_initialized():
                 dist.all_reduce(summed)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            summed[0].item()  # waits for a GPU
             seconds.append(time.perf_counter() - started)
             wrong[rank] += not torch.equal(summed, ramp * world_size + world_size * (world_size - 1) / 2)
         wrong_ranks = common.reduce_mean(wrong).nonzero().flatten().tolist()
         problems += [f"all-reduce of {name}: wrong sums on rank {other}" for other in wrong_ranks]
-        second = common.reduce_mean(statistics.median(seconds[1:])).item()  # the first one opens connections
+        second = common.reduce_mean(sorted(seconds[1:])[2]).item()  # the median without the first: that one connects
         bandwidth = size / second * 2 * (world_size - 1) / world_size / 1e9
         if rank == 0:
             show(f"all-reduce of {name:>5}: {1000 * second:8.3f} ms, bus bandwidth {bandwidth:7.3f} GB/s")
