@@ -1,5 +1,4 @@
-"""The task (data, model, losses, scores), which you replace by your own, and collectives for any task, which work without
-a process group too."""
+"""The task (data, model, losses, scores), which you replace by your own, and collectives, with or without a group."""
 from __future__ import annotations
 
 import contextlib
@@ -443,10 +442,10 @@ def comm_device() -> torch.device:
 
 
 def reduce_mean(value: Any, nprocs: Optional[int] = None) -> Tensor:
-    """The mean of `value`, a real tensor of any shape or a Python number, over all ranks, which must all call it, with the
-    same shape. Returns a new, detached tensor on the device of `value`: floating tensors in their own dtype, which may
-    differ, as the sum is made in float64, everything else in float64. Raises TypeError for complex numbers, and ValueError
-    if `nprocs`, which is there for compatibility with the notes' function of this name, is not the world size."""
+    """The mean of `value`, a real tensor of any shape or a Python number, over all ranks, which must all call it, with
+    the same shape. Returns a new, detached tensor on the device of `value`: floating tensors in their own dtype, all
+    else in float64, in which the sum is made, so that dtypes may differ. Raises TypeError for complex numbers, and
+    ValueError if `nprocs`, which the notes' function of this name has, is not the world size."""
     world_size = rank_and_world_size()[1]
     if nprocs is not None and nprocs != world_size:
         raise ValueError(f"reduce_mean: nprocs is {nprocs}, but the world size is {world_size}")
@@ -463,9 +462,9 @@ def reduce_mean(value: Any, nprocs: Optional[int] = None) -> Tensor:
 @torch.no_grad()
 def average_gradients(model: nn.Module) -> None:
     """Replace each gradient by the mean of all ranks' gradients; call it after backward and before the step. Not needed
-    with DDP, which has averaged by the end of backward. A gradient that is missing on some ranks counts as zero there; one
-    missing on all stays None. Half precision is summed in float32, so that nothing overflows. A sparse gradient stays
-    sparse, but travels dense. Takes the memory of the gradients once more, and keeps none of it."""
+    with DDP, which has averaged by the end of backward. A gradient that is missing on some ranks counts as zero there;
+    one missing on all stays None. Half precision is summed in float32, so that nothing overflows. A sparse gradient
+    stays sparse, but travels dense. Takes the memory of the gradients once more, and keeps none of it."""
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters() if rank_and_world_size()[1] > 1 else ():  # a shared parameter comes once
         if parameter.requires_grad:
@@ -487,9 +486,7 @@ def average_gradients(model: nn.Module) -> None:
         if not all(present):  # this waits for the device
             present, sparse = (flags.view(2, -1) != 0).tolist()
         for parameter, grad, on_some_rank, is_sparse in zip(parameters, grads, present, sparse):
-            if is_sparse:
-                own = parameter.grad
-                grad = grad.to_sparse(own.sparse_dim() if own is not None and own.is_sparse else 1)
+            grad = grad.to_sparse(1) if is_sparse else grad  # whole rows, as an embedding's
             parameter.grad = grad if on_some_rank else None
 
 
@@ -551,14 +548,12 @@ def warm_up(model: nn.Module, loader: DataLoader) -> None:
 
 
 def choose_interface(address: str) -> None:
-    """Gloo tells the others the address of this host's own name. Where that is 127.0.1.1, as Debian's installer has it,
-    or none, have gloo take the network interface that leads to node 0, by Linux's table of IPv4 routes."""
-    own, routes = "127.0.0.1", []
-    with contextlib.suppress(OSError, ValueError):
-        own = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
+    """Gloo tells the others the address of this host's own name, which may be 127.0.1.1, as Debian's installer has it,
+    or none. Have it take the network interface that leads to node 0, by Linux's table of IPv4 routes."""
     on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE") or re.match(LOOPBACK, address)
-    if on_one_node or "GLOO_SOCKET_IFNAME" in os.environ or not re.match(LOOPBACK, own):
+    if on_one_node or "GLOO_SOCKET_IFNAME" in os.environ:
         return
+    routes = []
     with contextlib.suppress(OSError):  # another system, or an IPv6 address
         node_0 = int.from_bytes(socket.inet_aton(socket.gethostbyname(address)), sys.byteorder)
         with open("/proc/net/route") as file:

@@ -261,8 +261,9 @@ def launched_store(launched: tuple, address: str, port: int, timeout: float) -> 
     """The store at the launcher's address and port, which torchrun keeps itself, for all attempts, and else rank 0."""
     rank, _, world_size, local_world_size = launched
     is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if world_size == local_world_size else ""  # of this node
-    return dist.PrefixStore(restarts, make_store(address, port, timeout, is_master))
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")  # nodes may differ in it
+    attempt = restarts if world_size == local_world_size else ""
+    return dist.PrefixStore(attempt, make_store(address, port, timeout, is_master))
 
 
 class Joining:
@@ -459,10 +460,9 @@ class Batch(NamedTuple):
 
 
 def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[Batch]:
-    """The micro-batches of this rank's shard, from where `state` is in its epoch. The weight of a sample is world_size /
-    (samples of all ranks in this step): DDP then divides the sum by world_size, which leaves the mean over the step, as
-    with one process and whole batches. DistributedSampler repeats samples to make the shards equally long; those have
-    the weight 0."""
+    """The micro-batches of this rank's shard, from where `state` is in its epoch. A sample's weight is world_size by the
+    samples of all ranks in this step: DDP then divides the sum by world_size, which leaves the mean over the step, as
+    with one process and whole batches. Samples that DistributedSampler repeats, to pad a shard, have the weight 0."""
     (rank, world_size), sampler, done = rank_and_world_size(), loader.batch_sampler, state.samples
     sampler.skip = done // world_size  # of this rank's shard
     shard = sampler.skip + len(sampler) * args.batch_size if sampler.drop_last else len(sampler.sampler)
@@ -583,10 +583,6 @@ class TrainState:
         common.unwrap(self.model).load_state_dict(content["model"])
         own = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({**content["optimizer"], "param_groups": own})
-        for parameter, values in self.optimizer.state.items():
-            for name, value in values.items():  # laid out as its parameter: fused optimizers go by the place in memory
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         if content["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(content["scaler"])
         for name in self.SAVED[:-1]:
