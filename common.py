@@ -10,7 +10,6 @@ import io
 import itertools
 import json
 import math
-import operator
 import os
 import random
 import re
@@ -38,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 
 class UsageError(Exception):
@@ -95,8 +94,7 @@ def scores(outputs: Any, targets: Any) -> Optional[Tensor]:
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], float]] = {
     "adam": (torch.optim.Adam, {}, 0.005),
     "adamw": (torch.optim.AdamW, {}, 0.005),
-    "sgd": (torch.optim.SGD, {"momentum": 0.9}, 0.05),
-}
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}, 0.05)}
 
 
 def schedule(share: float) -> float:
@@ -107,6 +105,11 @@ def schedule(share: float) -> float:
 # ---- The three data sets ---------------------------------------------------------------------------
 class Rows(TensorDataset):
     """Samples in memory: inputs [n, ...] and targets [n, ...]."""
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """What DataLoader asks for, also through a Subset: a list of samples, or a tuple that is a whole batch."""
+        own_samples = type(self).__getitem__ is not TensorDataset.__getitem__
+        return [self[i] for i in indices] if own_samples else self.batch(indices)
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         """A whole batch at once: one copy, instead of one for each sample."""
@@ -150,8 +153,7 @@ def read_idx(path: str, shape: tuple[int, ...]) -> Tensor:
 
 def load_subj(folder: str, generator: torch.Generator) -> tuple[Sentences, Sentences, Sentences]:
     """Objective (0) and subjective (1) sentences, 80/10/10. Source: Pang and Lee, ACL 2004."""
-    sentences: list[list[bytes]] = []
-    targets: list[int] = []
+    sentences, targets = [], []
     for target, name in enumerate(("plot.tok.gt9.5000", "quote.tok.gt9.5000")):
         what = "text of the subjectivity data set, one sentence a line,"
         content = read_file(os.path.join(folder, name), what)
@@ -204,11 +206,9 @@ CHECKSUMS = {"MNIST": {
     "train-images-idx3-ubyte": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
     "train-labels-idx1-ubyte": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
     "t10k-images-idx3-ubyte": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-    "t10k-labels-idx1-ubyte": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-}, "Subj": {
+    "t10k-labels-idx1-ubyte": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924206aec6"}, "Subj": {
     "plot.tok.gt9.5000": "5ddc9b44dc60d64d651347fcd7bdd489b0c70661e3f768215c16eea36f51204a",
-    "quote.tok.gt9.5000": "73a2dcf8dc3cbcc7f068a70ef9f021c86b2a8e4dac81566b7fd015b3e938f2c5",
-}}
+    "quote.tok.gt9.5000": "73a2dcf8dc3cbcc7f068a70ef9f021c86b2a8e4dac81566b7fd015b3e938f2c5"}}
 
 
 def download(dataset: str, folder: str, timeout: float) -> None:
@@ -311,39 +311,21 @@ def seed(*numbers: int) -> None:
 
 
 class BatchSampler(torch.utils.data.BatchSampler):
-    """The batches of a shard, as lists of indices, from `skip` samples on. In front of each, what to seed a worker by:
-    so the random numbers of a data set depend neither on the number of workers nor on where a run was resumed."""
+    """The batches of a shard, as lists of indices, from `skip` samples on: where a run was resumed."""
     skip = 0
 
     def __len__(self) -> int:
         left = max(0, len(self.sampler) - self.skip)
         return left // self.batch_size if self.drop_last else math.ceil(left / self.batch_size)
 
-    def __iter__(self) -> Iterator[tuple]:
-        indices, rank = itertools.islice(self.sampler, self.skip, None), rank_and_world_size()[0]
-        seed, epoch = getattr(self.sampler, "seed", 0), getattr(self.sampler, "epoch", 0)
-        for i in range(len(self)):
-            batch = list(itertools.islice(indices, self.batch_size))
-            yield (seed, epoch, self.skip + i * self.batch_size, rank), batch
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = itertools.islice(self.sampler, self.skip, None)
+        return iter(torch.utils.data.BatchSampler(indices, self.batch_size, self.drop_last))
 
 
-class Batches:
-    """Fetches whole batches of a data set, as DataLoader asks for where it finds `__getitems__`: a list of one."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
-
-    def __getitems__(self, request: tuple) -> list:
-        numbers, indices = request
-        if get_worker_info() is not None:
-            seed(*numbers)
-        dataset, rows = self.dataset, indices
-        while type(dataset) is Subset:  # as random_split makes them
-            dataset, rows = dataset.dataset, [dataset.indices[i] for i in rows]
-        if isinstance(dataset, Rows) and type(dataset).__getitem__ is TensorDataset.__getitem__:
-            return [dataset.batch(rows)]
-        fetch = getattr(self.dataset, "__getitems__", lambda indices: [self.dataset[i] for i in indices])
-        return [getattr(self.dataset, "collate_fn", default_collate)(fetch(indices))]
+def collate(batch: Any) -> Any:
+    """A batch of a list of samples; what Rows returns is one already."""
+    return batch if isinstance(batch, tuple) else default_collate(batch)
 
 
 def make_loader(dataset: Dataset, sampler: Any, args: Namespace, device: torch.device,
@@ -352,8 +334,8 @@ def make_loader(dataset: Dataset, sampler: Any, args: Namespace, device: torch.d
     workers = args.num_workers > 0
     if drop_last and len(sampler) < args.batch_size:
         raise UsageError(f"--drop_last leaves no batch of {args.batch_size}: a shard has {len(sampler)} samples")
-    return DataLoader(Batches(dataset), batch_sampler=BatchSampler(sampler, args.batch_size, drop_last),
-                      collate_fn=operator.itemgetter(0), pin_memory=device.type == "cuda", num_workers=args.num_workers,
+    return DataLoader(dataset, batch_sampler=BatchSampler(sampler, args.batch_size, drop_last),
+                      collate_fn=getattr(dataset, "collate_fn", collate), pin_memory=device.type == "cuda", num_workers=args.num_workers,
                       timeout=workers * args.timeout, worker_init_fn=functools.partial(end_with, os.getpid()),
                       # Processes of mp.spawn would spawn their workers, which import torch again.
                       multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
@@ -536,9 +518,8 @@ def broadcast(value: Any) -> Any:
 
 
 def warm_up(model: nn.Module, loader: DataLoader) -> None:
-    """One backward pass, whose result is dropped, before a checkpoint is loaded into a DDP model. After its first one
-    DDP puts the gradients into other buckets, in which three ranks or more sum them in another order. A resumed run
-    must have these buckets from its first step, as the run had that was interrupted."""
+    """One backward pass, whose result is dropped. After its first one DDP puts the gradients into other buckets, and so
+    three ranks sum them in another order. A resumed run must begin with these, as the one that was interrupted had."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # some may not be in the checkpoint
     inputs, targets = split_batch(next(iter(loader)), next(model.parameters()).device)
     losses(model.train()(inputs), targets).sum().backward()

@@ -133,8 +133,7 @@ def leave(timeout: float) -> None:
 def main() -> None:
     parser = runtime.make_parser(__doc__)
     group = parser.add_argument_group("launcher")
-    runtime.add_option(group, "--local_rank", type=runtime.COUNT_OR_NONE,
-                       help="rank on this node, if LOCAL_RANK is not set (default: 0)")
+    runtime.add_option(group, "--local_rank", type=runtime.COUNT_OR_NONE, help="rank on this node without LOCAL_RANK")
     runtime.add_option(group, "--multi_gpu", action="store_true", help="refuse to start without a launcher")
     worker(parser.parse_args())
 

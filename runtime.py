@@ -28,7 +28,7 @@ import torch.distributed as dist
 from common import UsageError, checksum, keep_freed_memory, rank_and_world_size
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 PARENT = os.getppid()  # the launcher, if there is one; later it could be gone
@@ -136,8 +136,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--checkpoint": dict(FILE, help="written after every epoch (default: none)"),
         "--checkpoint_steps": dict(type=COUNT, help="written after every N steps of an epoch as well (default: off)"),
         "--resume": dict(FLAG, help="continue from --checkpoint if that file exists"),
-        "--metrics": dict(FILE, help="JSON Lines: an object per epoch, then the test result (default: none)")},
-}
+        "--metrics": dict(FILE, help="JSON Lines: an object per epoch, then the test result (default: none)")}}
 DDP_ONLY = {"backend": "auto", "grad_sync": "ddp", "compile": False, "check": False}
 
 
@@ -170,8 +169,7 @@ LAUNCHERS = {  # variables of rank, local rank, world size and local world size;
     "mpirun of Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE",
                            "OMPI_COMM_WORLD_LOCAL_SIZE"),
     "mpirun of MPICH": ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),
-    "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
-}
+    "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")}
 
 
 def find_launcher() -> str:
@@ -187,8 +185,7 @@ def find_launcher() -> str:
 
 def launched_ranks(args: Namespace) -> tuple:
     """(rank, local rank, world size, local world size) from a launcher's variables; () without one. Sets MASTER_ADDR
-    and MASTER_PORT where the launcher does not. Raises UsageError in a process that is one of several and cannot tell
-    which, or where to meet the others."""
+    and MASTER_PORT where the launcher does not. Raises UsageError if one of several cannot tell which, or where."""
     env, name = os.environ, find_launcher()
     if not name:
         return ()
@@ -369,9 +366,8 @@ def describe(rank: int, local_rank: int, world_size: int, args: Namespace, data:
 
 def roll_call(joining: Optional[Joining], store: Optional[dist.Store], local_rank: int, args: Namespace,
               data: Sequence[Dataset]) -> tuple[torch.device, str, list[str]]:
-    """Compare options, data, code and torch of all ranks, before the process group exists, and choose the devices for
-    all; without a store, for this process alone. Rank 0 prints who is where. Returns the device, the backend, and what
-    is unlike but no mistake. Raises UsageError on every rank if ranks disagree, or rank 0 cannot use its files."""
+    """Compare options, data, code and torch of all ranks and choose their devices; without a store, for this process
+    alone. Returns the device, the backend, and what is unlike but no mistake. Raises UsageError on every rank."""
     rank, world_size = (joining.rank, joining.world_size) if joining else (0, 1)
     own = describe(rank, local_rank, world_size, args, data)
     if joining is None:
@@ -388,7 +384,7 @@ def roll_call(joining: Optional[Joining], store: Optional[dist.Store], local_ran
             time.sleep(0 if rank else 3)  # rank 0, or its parent, has the store: the others read the answer first
             raise UsageError(answer["error"])
     if rank == 0:
-        show("\n".join(answer["report"]))
+        show("\n".join(answer["report"] + ([] if args.check else answer["unlike"])))
     device = torch.device("cpu") if answer["devices"] is None else torch.device("cuda", answer["devices"][rank])
     return device, answer["backend"], answer["unlike"]
 
@@ -411,36 +407,33 @@ def assign_devices(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     for rank in ranks:
         if rank["refusal"]:  # of the only one: others are asked before
             raise UsageError(rank["refusal"])
-        gpus, number = rank["gpus"], rank["rank"]
-        devices.append(rank["local_rank"] if len(gpus) != 1 else 0)
-        if devices[-1] >= len(gpus):
-            reason = reason or f"rank {number} on {rank['host']} sees {len(gpus)} GPU(s) for {len(ranks)} process(es)"
-        elif users.setdefault(gpus[devices[-1]][0], number) != number and not shared:
-            reason = reason or f"ranks {users[gpus[devices[-1]][0]]} and {number} have 1 GPU for 2 process(es)"
+        gpus, device = rank["gpus"], rank["local_rank"] if len(rank["gpus"]) != 1 else 0
+        devices.append(device)
+        if device >= len(gpus):
+            reason = reason or f"rank {rank['rank']}, local rank {rank['local_rank']} on {rank['host']}, sees {len(gpus)} GPU(s)"
+        elif users.setdefault(gpus[device][0], rank["rank"]) != rank["rank"] and not shared:
+            reason = reason or f"ranks {users[gpus[device][0]]} and {rank['rank']} have 1 GPU for 2 process(es)"
     if reason and "cuda" in wishes:
         raise UsageError(f"--device cuda: {reason}; start fewer processes, or use --device cpu")
     on_cpu = bool(reason) or "cpu" in wishes
     if on_cpu and (options["--precision"] == "fp16" or options["--backend"] == "nccl"):
         raise UsageError("--precision fp16 and --backend nccl need a GPU for each process; use bf16 and gloo on CPUs")
     backend = options["--backend"] if options["--backend"] != "auto" else "gloo" if on_cpu else "nccl"
-    report, unlike, first = [], [], ""
+    report, setups = [], []
     for rank, device in zip(ranks, devices):
         kind = "a CPU" if on_cpu else rank["gpus"][device][1]
-        has = f"torch {options['torch']}, {rank['threads']} threads"
-        where = f"host {rank['host']}, local rank {rank['local_rank']}"
-        name = "cpu" if on_cpu else f"cuda:{device} ({kind})"
-        report.append(f"rank {rank['rank']} of {len(ranks)}: {where}, device {name}, pid {rank['pid']}"
-                      + f", {has}" * options["--check"])
-        first = first or f"{has}, {kind}"
-        if f"{has}, {kind}" != first:
-            unlike.append(f"rank {rank['rank']} has {has}, {kind}, but rank 0 has {first}")
-    samples = options["--batch_size"] * len(ranks) * options["--accumulation_steps"]
+        setups.append(f"torch {options['torch']}, {rank['threads']} threads, {kind}")
+        line = (f"rank {rank['rank']} of {len(ranks)}: host {rank['host']}, local rank {rank['local_rank']}, device "
+                f"{'cpu' if on_cpu else f'cuda:{device} ({kind})'}, pid {rank['pid']}")
+        report.append(f"{line}, torch {options['torch']}, {rank['threads']} threads" if options["--check"] else line)
+    unlike = [f"rank {rank['rank']} has {setup}, but rank 0 has {setups[0]}"
+              for rank, setup in zip(ranks, setups) if setup != setups[0]]
     report.append(f"backend {backend if len(ranks) > 1 else 'none'}, torch {options['torch']}, {ranks[0]['threads']} "
-                  f"threads per process, global batch {samples}")
+                  "threads per process, global batch "
+                  f"{options['--batch_size'] * len(ranks) * options['--accumulation_steps']}")
     if reason and wishes == {"auto"} and any(rank["gpus"] for rank in ranks):
         report.append(f"on the CPU: {reason}")
-    return {"devices": None if on_cpu else devices, "backend": backend, "unlike": unlike,
-            "report": report + unlike * (not options["--check"])}
+    return {"devices": None if on_cpu else devices, "backend": backend, "unlike": unlike, "report": report}
 
 
 # ---- The steps of an epoch -------------------------------------------------------------------------
@@ -461,8 +454,8 @@ class Batch(NamedTuple):
 
 def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[Batch]:
     """The micro-batches of this rank's shard, from where `state` is in its epoch. A sample's weight is world_size by the
-    samples of all ranks in this step: DDP then divides the sum by world_size, which leaves the mean over the step, as
-    with one process and whole batches. Samples that DistributedSampler repeats, to pad a shard, have the weight 0."""
+    samples of all in this step: DDP then divides the sum by world_size, which leaves the mean over the step, as with
+    one process and whole batches. Samples that DistributedSampler repeats, to pad a shard, have the weight 0."""
     (rank, world_size), sampler, done = rank_and_world_size(), loader.batch_sampler, state.samples
     sampler.skip = done // world_size  # of this rank's shard
     shard = sampler.skip + len(sampler) * args.batch_size if sampler.drop_last else len(sampler.sampler)
@@ -499,8 +492,7 @@ def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[
 # ---- Training state and checkpoints ----------------------------------------------------------------
 # What a resumed run must have as it was, and what may differ; all else changes nothing, or is about one machine.
 FIXED = ("dataset", "seed", "optimizer")
-VARIABLE = ("batch_size", "accumulation_steps", "drop_last", "precision", "grad_sync", "compile", "max_grad_norm",
-            "weight_decay", "learning_rate", "epochs", "checkpoint_steps")
+VARIABLE = [name[2:] for name in OPTIONS["training"] if name[2:] not in FIXED] + ["checkpoint_steps"]
 
 
 class TrainState:
@@ -517,14 +509,12 @@ class TrainState:
         scaler = getattr(torch.amp, "GradScaler", lambda _, **more: torch.cuda.amp.GradScaler(**more))  # before 2.3
         self.scaler = scaler(device.type, enabled=args.precision == "fp16")
         self.epoch = self.step = self.samples = 0  # epochs done; of the next, steps, and samples of all ranks in them
-        self.epoch_samples = 1  # of the whole epoch
+        self.epoch_samples, self.loss_total = 1, 0.0  # of the whole epoch; of all ranks in it
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # this rank's, not yet in loss_total
-        self.loss_total = 0.0  # of all ranks in this epoch
         self.best_epoch, self.best_score, self.best_loss, self.best_model = 0, -math.inf, math.inf, None
         self.history: list[dict[str, Any]] = []  # the lines of --metrics
         self.made_with = {"lengths": [len(part) for part in data], "world_size": rank_and_world_size()[1],
                           **{name: getattr(args, name) for name in (*FIXED, *VARIABLE)}}
-        self.lock: Any = None  # on the checkpoint, for as long as this exists
 
     def optimizer_step(self) -> None:
         """Set the learning rate by the share of training that is done, clip the gradients, and step."""
@@ -541,8 +531,7 @@ class TrainState:
         self.scaler.update()
 
     def synchronize(self) -> float:
-        """Sum the losses of all ranks and average BatchNorm's statistics, by one all-reduce; returns the mean loss of
-        this epoch so far. Raises Failure if it is not finite."""
+        """Make losses and BatchNorm's statistics those of all ranks; returns the mean loss of this epoch so far."""
         common.average_batch_norm(self.model, self.loss_sum)
         self.loss_total += self.loss_sum.item()
         self.loss_sum.zero_()
@@ -556,14 +545,13 @@ class TrainState:
                 "learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def end_epoch(self, train: dict[str, float], valid_loss: float, valid_score: Optional[float]) -> None:
-        """Count the epoch, and keep a copy of the weights if they are the best so far: those with the highest score,
-        and among equals the lowest loss."""
+        """Count the epoch; keep a copy of the best weights: the highest score, and among equals the lowest loss."""
         finite(valid_loss, f"validation loss of epoch {self.epoch + 1}")
+        line = {"epoch": self.epoch, "train_loss": train.pop("train_loss"), "valid_loss": valid_loss}
         score = {} if valid_score is None else {"valid_accuracy": valid_score}
-        self.history.append({"epoch": self.epoch, "train_loss": train.pop("train_loss"), "valid_loss": valid_loss,
-                             **score, **train})
+        self.history.append({**line, **score, **train})
         self.epoch += 1
-        valid_score = 0.0 if valid_score is None else valid_score
+        valid_score = valid_score or 0.0
         if (valid_score, -valid_loss) > (self.best_score, -self.best_loss):
             self.best_epoch, self.best_score, self.best_loss = self.epoch, valid_score, valid_loss
             self.best_model = copy.deepcopy(common.unwrap(self.model).state_dict())
@@ -643,11 +631,10 @@ def read_checkpoint(path: str, state: TrainState) -> dict[str, Any]:
 def start_or_resume(args: Namespace, state: TrainState, loader: DataLoader) -> None:
     """Lock --checkpoint, and continue it with --resume if it exists. Rank 0 alone reads it: no shared file system is
     needed. Raises UsageError on every rank if that cannot be."""
-    rank, world_size = rank_and_world_size()
-    loaded: Any = None
+    rank, loaded = rank_and_world_size()[0], None
     if rank == 0 and args.checkpoint:
         try:
-            state.lock = common.lock(args.checkpoint)
+            state.lock = common.lock(args.checkpoint)  # for as long as the state exists
             if args.resume and os.path.exists(args.checkpoint):
                 loaded = read_checkpoint(args.checkpoint, state)
         except TimeoutError:
@@ -664,27 +651,24 @@ def start_or_resume(args: Namespace, state: TrainState, loader: DataLoader) -> N
     state.load_state_dict(loaded)
     if rank == 0:
         was, now = loaded["made_with"], state.made_with
-        within = f", step {state.step} of the next" * bool(state.step)
+        within = f", step {state.step} of the next" if state.step else ""
         show(f"going on from {args.checkpoint}, after epoch {state.epoch}{within}")
         changed = [f"--{name} is {now[name]}, was {was.get(name)}" for name in VARIABLE if was.get(name) != now[name]]
         if changed:
             show(f"{'; '.join(changed)}: the bits will differ from those of a run that was not interrupted")
-        if was["world_size"] != world_size:
-            show(f"{world_size} process(es) in place of {was['world_size']}: the result will not be bit-identical")
-        write_metrics(args, state.history)
+        if was["world_size"] != now["world_size"]:
+            show(f"{now['world_size']} process(es), was {was['world_size']}: the result will not be bit-identical")
 
 
 # ---- Files and reports -----------------------------------------------------------------------------
 def check_files(args: Namespace, data: Sequence[Dataset], writes: bool = True) -> None:
     """Before anything starts: raise UsageError if the data, or on the rank that `writes` a file, is unusable."""
-    if any(isinstance(part, IterableDataset) for part in data):
-        raise UsageError("load_data returned an IterableDataset: map-style data sets (__len__, __getitem__) are needed")
     if not all(map(len, data)):
         raise UsageError(f"training, validation and test need a sample each; they have {[len(part) for part in data]}")
     if not writes:
         return
     if (args.resume or args.checkpoint_steps) and not args.checkpoint:
-        raise UsageError(f"{'--resume' if args.resume else '--checkpoint_steps'} needs --checkpoint FILE")
+        raise UsageError("--resume and --checkpoint_steps need --checkpoint FILE")
     if args.checkpoint and args.metrics and os.path.realpath(args.checkpoint) == os.path.realpath(args.metrics):
         raise UsageError(f"--checkpoint and --metrics are both {args.metrics}: name two files")
     continues = args.resume and os.path.exists(args.checkpoint)
@@ -701,13 +685,19 @@ def check_files(args: Namespace, data: Sequence[Dataset], writes: bool = True) -
 
 
 def log(args: Namespace, state: TrainState, *test: Optional[float]) -> None:
-    """Write --metrics, and print the figures of the epoch that has ended, or of the test (loss and score)."""
-    lines = state.history
+    """Write --metrics, and print the figures of the epoch that has ended, or of the test (loss and score). If the file
+    cannot be written, the training goes on: it is worth more, and the next epoch writes all lines."""
+    lines = list(state.history)
     if test:
         finite(test[0], "test loss")
-        figures = {name: value for name, value in zip(("test_loss", "test_accuracy"), test) if value is not None}
-        lines = [*lines, {**figures, "world_size": rank_and_world_size()[1]}]
-    write_metrics(args, lines)
+        lines.append({name: value for name, value in zip(("test_loss", "test_accuracy"), test) if value is not None})
+        lines[-1]["world_size"] = rank_and_world_size()[1]
+    try:
+        if args.metrics:
+            content = "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+            common.replace_file(args.metrics, lambda file: file.write(content))
+    except OSError as error:
+        say(f"--metrics {args.metrics} could not be written ({error.strerror}); the training goes on")
     formats = {"train_loss": "train loss {:.4f}", "valid_loss": "valid loss {:.4f}", "test_loss": "test loss {:.4f}",
                "valid_accuracy": "valid accuracy {:.2%}", "test_accuracy": "test accuracy {:.2%}",
                "samples_per_second": "{:.0f} samples/s"}
@@ -715,20 +705,9 @@ def log(args: Namespace, state: TrainState, *test: Optional[float]) -> None:
     show(f"{text}, weights of epoch {state.best_epoch}" if test else f"epoch {state.epoch}/{args.epochs}: {text}")
 
 
-def write_metrics(args: Namespace, lines: list[dict[str, Any]]) -> None:
-    """Write --metrics. If that fails, the training goes on: it is worth more, and the next epoch writes all lines."""
-    try:
-        if args.metrics:
-            content = "".join(f"{json.dumps(line)}\n" for line in lines).encode()
-            common.replace_file(args.metrics, lambda file: file.write(content))
-    except OSError as error:
-        say(f"--metrics {args.metrics} could not be written ({error.strerror}); the training goes on")
-
-
 def check(rank: int, world_size: int, device: torch.device, problems: list[str]) -> None:
-    """In place of training: say whether the ranks are alike, and all-reduces right and fast. Bus bandwidth as in NCCL's
-    tests: bytes / time * 2 (n - 1) / n with n ranks, to be compared with what the hardware can, whatever n is. Raises
-    RuntimeError if anything is wrong."""
+    """In place of training: time all-reduces, and raise RuntimeError if one is wrong, or there are problems. The bus
+    bandwidth is that of NCCL's tests, bytes / time * 2 (n - 1) / n with n ranks: compare it with the hardware's."""
     for size, name in (2**10, "1 KB"), (2**20, "1 MB"), (2**26, "64 MB"):
         ramp = torch.arange(size // 4, dtype=torch.float32, device=device) % 1000
         seconds, wrong = [], torch.zeros(world_size)
