@@ -1,7 +1,4 @@
-"""The task (data, model, loss, score), which you replace by your own, and the collectives, which work for any task.
-
-Every function works with a process group and without one.
-"""
+"""The task (data, model, losses, scores), which you replace by your own, and collectives, with or without a group."""
 from __future__ import annotations
 
 import contextlib
@@ -11,16 +8,20 @@ import gzip
 import hashlib
 import io
 import itertools
+import json
 import math
 import os
 import random
+import re
 import signal
+import socket
 import sys
 import tarfile
 import tempfile
 import time
 import urllib.request
 import warnings
+import zlib
 from argparse import Namespace
 from array import array
 from collections import Counter
@@ -36,16 +37,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 
 class UsageError(Exception):
     """A wrong option or an unusable file: one line that says what is wrong and what to do."""
     exit_code = 2
-
-    def __init__(self, text: str, on_all_ranks: bool = False) -> None:
-        super().__init__(text)
-        self.on_all_ranks = on_all_ranks  # then local rank 0 alone prints it
 
 
 # ---- The task: replace these four functions by your own --------------------------------------------
@@ -97,8 +94,7 @@ def scores(outputs: Any, targets: Any) -> Optional[Tensor]:
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], float]] = {
     "adam": (torch.optim.Adam, {}, 0.005),
     "adamw": (torch.optim.AdamW, {}, 0.005),
-    "sgd": (torch.optim.SGD, {"momentum": 0.9}, 0.05),
-}
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}, 0.05)}
 
 
 def schedule(share: float) -> float:
@@ -109,6 +105,11 @@ def schedule(share: float) -> float:
 # ---- The three data sets ---------------------------------------------------------------------------
 class Rows(TensorDataset):
     """Samples in memory: inputs [n, ...] and targets [n, ...]."""
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """What DataLoader asks for, also through a Subset: a list of samples, or a tuple that is a whole batch."""
+        own_samples = type(self).__getitem__ is not TensorDataset.__getitem__
+        return [self[i] for i in indices] if own_samples else self.batch(indices)
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         """A whole batch at once: one copy, instead of one for each sample."""
@@ -152,8 +153,7 @@ def read_idx(path: str, shape: tuple[int, ...]) -> Tensor:
 
 def load_subj(folder: str, generator: torch.Generator) -> tuple[Sentences, Sentences, Sentences]:
     """Objective (0) and subjective (1) sentences, 80/10/10. Source: Pang and Lee, ACL 2004."""
-    sentences: list[list[bytes]] = []
-    targets: list[int] = []
+    sentences, targets = [], []
     for target, name in enumerate(("plot.tok.gt9.5000", "quote.tok.gt9.5000")):
         what = "text of the subjectivity data set, one sentence a line,"
         content = read_file(os.path.join(folder, name), what)
@@ -206,16 +206,14 @@ CHECKSUMS = {"MNIST": {
     "train-images-idx3-ubyte": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
     "train-labels-idx1-ubyte": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
     "t10k-images-idx3-ubyte": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-    "t10k-labels-idx1-ubyte": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-}, "Subj": {
+    "t10k-labels-idx1-ubyte": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924206aec6"}, "Subj": {
     "plot.tok.gt9.5000": "5ddc9b44dc60d64d651347fcd7bdd489b0c70661e3f768215c16eea36f51204a",
-    "quote.tok.gt9.5000": "73a2dcf8dc3cbcc7f068a70ef9f021c86b2a8e4dac81566b7fd015b3e938f2c5",
-}}
+    "quote.tok.gt9.5000": "73a2dcf8dc3cbcc7f068a70ef9f021c86b2a8e4dac81566b7fd015b3e938f2c5"}}
 
 
 def download(dataset: str, folder: str, timeout: float) -> None:
     """Fetch the missing files of `dataset` into `folder`, each whole and checked or not at all."""
-    variable = f"{dataset.upper()}_URL"
+    variable, in_archive = f"{dataset.upper()}_URL", dataset == "Subj"
     source = os.environ.get(variable, SOURCES[dataset])
     try:
         os.makedirs(folder, exist_ok=True)
@@ -224,25 +222,29 @@ def download(dataset: str, folder: str, timeout: float) -> None:
                 path = os.path.join(folder, name)
                 if os.path.exists(path) or os.path.exists(path + ".gz"):
                     continue
-                url = source if dataset == "Subj" else f"{source}/{name}.gz"
+                url = source if in_archive else f"{source}/{name}.gz"
                 content = urllib.request.urlopen(url, timeout=timeout).read()
-                if dataset == "Subj":
+                if in_archive:
                     with tarfile.open(fileobj=io.BytesIO(content)) as tar:  # one file is read, none is unpacked
                         content = b"".join(line + b"\n" for line in tar.extractfile(name).read().splitlines())
                 if hashlib.sha256(content).hexdigest() != checksum:
                     raise ValueError(f"{name} from {url} has a wrong checksum and was thrown away")
-                replace_file(path if dataset == "Subj" else path + ".gz", lambda file: file.write(content))
+                replace_file(path if in_archive else path + ".gz", lambda file: file.write(content))
     except Exception as error:  # of the network, the archive or the file system
         raise UsageError(f"--download: {type(error).__name__}: {error}; put the files into {folder} by hand, or name "
                          f"another source in {variable}") from None
 
 
-def lock(path: str, timeout: float = 0) -> IO[bytes]:
-    """Lock `path` against other processes of this machine, until the file that is returned is closed or this process
-    ends. Raises TimeoutError if another has it for `timeout` seconds, OSError or ImportError if locks are unknown."""
-    import fcntl  # not on Windows
+def lock(path: str, timeout: float = 0) -> Any:
+    """Lock `path` against other processes of this machine, until what is returned is closed or this process ends.
+    Raises TimeoutError if another has it for `timeout` seconds; does nothing where there are no locks."""
     name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:16]
-    file, deadline = open(os.path.join(tempfile.gettempdir(), f"ddp-{name}.lock"), "ab"), time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
+    try:
+        import fcntl  # not on Windows
+        file = open(os.path.join(tempfile.gettempdir(), f"ddp-{name}.lock"), "ab")
+    except (ImportError, OSError):
+        return contextlib.nullcontext()
     while True:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -290,53 +292,40 @@ def end_with(parent: int, _: int = 0) -> None:
             os._exit(1)
 
 
+def keep_freed_memory() -> None:
+    """Have glibc keep the memory of tensors that come and go in each step: new pages would have to be cleared."""
+    if sys.platform == "linux" and not any(name.startswith("MALLOC_") for name in os.environ):
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):  # not in musl
+            libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+            libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD
+
+
 # ---- Loaders ---------------------------------------------------------------------------------------
 def seed(*numbers: int) -> None:
     """Seed torch and Python's `random`: with one number itself, with several (seed, epoch, rank, …) with a mix."""
     mixed = int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:7], "big")
-    torch.manual_seed(numbers[0] if len(numbers) == 1 else mixed)
-    random.seed(numbers[0] if len(numbers) == 1 else mixed)
+    number = numbers[0] if len(numbers) == 1 else mixed
+    torch.manual_seed(number)
+    random.seed(number)
 
 
-class BatchSampler(Sampler):
-    """The batches of a shard, as lists of indices, from `skip` samples on. In front of each, what to seed a worker by:
-    so the random numbers of a data set depend neither on the number of workers nor on where a run was resumed."""
-
-    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, seed: int) -> None:
-        self.sampler, self.batch_size, self.drop_last, self.seed, self.skip = sampler, batch_size, drop_last, seed, 0
+class BatchSampler(torch.utils.data.BatchSampler):
+    """The batches of a shard, as lists of indices, from `skip` samples on: where a run was resumed."""
+    skip = 0
 
     def __len__(self) -> int:
         left = max(0, len(self.sampler) - self.skip)
         return left // self.batch_size if self.drop_last else math.ceil(left / self.batch_size)
 
-    def __iter__(self) -> Iterator[tuple]:
-        indices = itertools.islice(iter(self.sampler), self.skip, None)
-        rank, epoch = rank_and_world_size()[0], getattr(self.sampler, "epoch", 0)
-        for i in range(len(self)):
-            batch = list(itertools.islice(indices, self.batch_size))
-            yield (self.seed, epoch, self.skip + i * self.batch_size, rank), batch
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = itertools.islice(self.sampler, self.skip, None)
+        return iter(torch.utils.data.BatchSampler(indices, self.batch_size, self.drop_last))
 
 
-class Batches(Dataset):
-    """Fetches whole batches of a data set, as DataLoader asks for where it finds `__getitems__`."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitems__(self, request: tuple) -> Any:
-        numbers, indices = request
-        if get_worker_info() is not None:
-            seed(*numbers)
-        dataset, rows = self.dataset, indices
-        while type(dataset) is Subset:  # as random_split makes them
-            dataset, rows = dataset.dataset, [dataset.indices[i] for i in rows]
-        if isinstance(dataset, Rows) and type(dataset).__getitem__ is TensorDataset.__getitem__:
-            return dataset.batch(rows)
-        fetch = getattr(self.dataset, "__getitems__", lambda indices: [self.dataset[i] for i in indices])
-        return getattr(self.dataset, "collate_fn", default_collate)(fetch(indices))
+def collate(batch: Any) -> Any:
+    """A batch of a list of samples; what Rows returns is one already."""
+    return batch if isinstance(batch, tuple) else default_collate(batch)
 
 
 def make_loader(dataset: Dataset, sampler: Any, args: Namespace, device: torch.device,
@@ -344,10 +333,9 @@ def make_loader(dataset: Dataset, sampler: Any, args: Namespace, device: torch.d
     """Batches of the samples that `sampler` (any sized iterable of indices) names."""
     workers = args.num_workers > 0
     if drop_last and len(sampler) < args.batch_size:
-        raise UsageError(f"--drop_last leaves no batch: a shard has {len(sampler)} samples, --batch_size is "
-                         f"{args.batch_size}")
-    return DataLoader(Batches(dataset), batch_sampler=BatchSampler(sampler, args.batch_size, drop_last, args.seed),
-                      collate_fn=same, pin_memory=device.type == "cuda", num_workers=args.num_workers,
+        raise UsageError(f"--drop_last leaves no batch of {args.batch_size}: a shard has {len(sampler)} samples")
+    return DataLoader(dataset, batch_sampler=BatchSampler(sampler, args.batch_size, drop_last),
+                      collate_fn=getattr(dataset, "collate_fn", collate), pin_memory=device.type == "cuda", num_workers=args.num_workers,
                       timeout=workers * args.timeout, worker_init_fn=functools.partial(end_with, os.getpid()),
                       # Processes of mp.spawn would spawn their workers, which import torch again.
                       multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
@@ -355,11 +343,6 @@ def make_loader(dataset: Dataset, sampler: Any, args: Namespace, device: torch.d
                       persistent_workers=workers,
                       # A generator of its own: starting workers then does not change the numbers that dropout draws.
                       generator=torch.Generator().manual_seed(args.seed + rank_and_world_size()[0]))
-
-
-def same(batch: Any) -> Any:
-    """What `Batches` returns is a batch already."""
-    return batch
 
 
 def split_batch(batch: Any, device: torch.device) -> tuple[Any, Any]:
@@ -380,27 +363,32 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-def batch_length(value: Any) -> int:
-    """The number of samples in inputs or targets: the length of the first tensor in them."""
-    while isinstance(value, (tuple, list, dict)) and len(value):
-        value = next(iter(value.values() if isinstance(value, dict) else value))
-    return len(value)
+def checksum(value: Any, crc: int = 0) -> int:
+    """A checksum of what a data set has in memory: its tensors, and numbers and texts in lists and dicts."""
+    if isinstance(value, Tensor):
+        row = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        crc = zlib.crc32(repr((value.dtype, list(value.shape))).encode(), crc)
+        return zlib.crc32((ctypes.c_char * len(row)).from_address(row.data_ptr()), crc) if len(row) else crc
+    value = vars(value) if isinstance(value, Dataset) else value
+    with contextlib.suppress(TypeError, ValueError):
+        return zlib.crc32(json.dumps(value).encode(), crc)
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ():
+        crc = checksum(item, crc)
+    return crc
 
 
 def check_one_per_sample(name: str, values: Any, samples: int) -> None:
     """Raise ValueError unless `values`, from losses() or scores(), has one number for each of so many samples."""
-    if not isinstance(values, Tensor) or values.shape != (samples,):
-        shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    if shape != [samples]:
         raise ValueError(f"{name}() must return one number per sample, a tensor of shape [{samples}] here, but it "
                          f"returned {shape}: take the mean over all dimensions but the first, for instance")
 
 
 # ---- Wrappers --------------------------------------------------------------------------------------
 class Autocast(nn.Module):
-    """Runs a module in bf16 or fp16 where that is safe; what it returns is float32.
-
-    As a module inside DataParallel, since the dtype of autocast is not passed on to the threads that it starts.
-    """
+    """Runs a module in bf16 or fp16 where that is safe; what it returns is float32. It is a module, and inside
+    DataParallel, since the dtype of autocast is not passed on to the threads that DataParallel starts."""
 
     def __init__(self, module: nn.Module, precision: str) -> None:
         super().__init__()
@@ -422,6 +410,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 # ---- Collectives -----------------------------------------------------------------------------------
 BUCKET_BYTES = 25 * 1024 * 1024  # as DDP's own buckets
+LOOPBACK = r"localhost$|127\.|\[?::1"
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -435,13 +424,10 @@ def comm_device() -> torch.device:
 
 
 def reduce_mean(value: Any, nprocs: Optional[int] = None) -> Tensor:
-    """The mean of `value`, a real tensor of any shape or a Python number, over all ranks.
-
-    Returns a new, detached tensor on the device of `value`: floating tensors in their own dtype, everything else
-    in float64. Every rank must call it, with the same shape; dtypes may differ, as the sum is made in float64.
-    `nprocs` is there for compatibility with the notes' function of this name. Raises ValueError if it is given and is
-    not the world size, and TypeError for complex numbers.
-    """
+    """The mean of `value`, a real tensor of any shape or a Python number, over all ranks, which must all call it, with
+    the same shape. Returns a new, detached tensor on the device of `value`: floating tensors in their own dtype, all
+    else in float64, in which the sum is made, so that dtypes may differ. Raises TypeError for complex numbers, and
+    ValueError if `nprocs`, which the notes' function of this name has, is not the world size."""
     world_size = rank_and_world_size()[1]
     if nprocs is not None and nprocs != world_size:
         raise ValueError(f"reduce_mean: nprocs is {nprocs}, but the world size is {world_size}")
@@ -457,70 +443,55 @@ def reduce_mean(value: Any, nprocs: Optional[int] = None) -> Tensor:
 
 @torch.no_grad()
 def average_gradients(model: nn.Module) -> None:
-    """Replace each gradient by the mean of all ranks' gradients; call it after backward and before the step.
-
-    Not needed with DDP, which has averaged by the end of backward. A gradient that is missing on some ranks counts as
-    zero there; one missing on all stays None. Half precision is summed in float32, so that nothing overflows. A sparse
-    gradient stays sparse, but travels dense. Takes the memory of the gradients once more, and keeps none of it.
-    """
-    world_size = rank_and_world_size()[1]
+    """Replace each gradient by the mean of all ranks' gradients; call it after backward and before the step. Not needed
+    with DDP, which has averaged by the end of backward. A gradient that is missing on some ranks counts as zero there;
+    one missing on all stays None. Half precision is summed in float32, so that nothing overflows. A sparse gradient
+    stays sparse, but travels dense. Takes the memory of the gradients once more, and keeps none of it."""
     kinds: dict[Any, list[nn.Parameter]] = {}
-    for parameter in model.parameters() if world_size > 1 else ():  # a shared parameter comes once
+    for parameter in model.parameters() if rank_and_world_size()[1] > 1 else ():  # a shared parameter comes once
         if parameter.requires_grad:
             kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
     for parameters in kinds.values():
         # Every rank sends every parameter, and whether it has a gradient, and a sparse one: ranks that left some out
         # would pair up different tensors, and asking first would cost a collective.
         yes, no = parameters[0].new_ones(1), parameters[0].new_zeros(1)
-        flags = [yes if flag else no for parameter in parameters for flag in (
-            parameter.grad is not None, parameter.grad is not None and parameter.grad.is_sparse)]
-        row = torch.cat([*map(as_row, parameters), *flags])
+        present = [parameter.grad is not None for parameter in parameters]
+        sparse = [parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters]
+        grads = [dense_gradient(parameter) for parameter in parameters]
+        row = torch.cat([*(grad.reshape(-1) for grad in grads), *(yes if flag else no for flag in present + sparse)])
         row = row.to(torch.promote_types(row.dtype, torch.float32))
         works = [dist.all_reduce(piece, async_op=True) for piece in row.split(BUCKET_BYTES // row.element_size())]
         for work in works:
             work.wait()
-        *means, flags = row.div_(world_size).split([*(p.numel() for p in parameters), len(flags)])
-        put_means(parameters, means, flags)
+        *means, flags = row.div_(dist.get_world_size()).split([*(grad.numel() for grad in grads), 2 * len(grads)])
+        torch._foreach_copy_(grads, [mean.view(grad.shape) for mean, grad in zip(means, grads)])
+        if not all(present):  # this waits for the device
+            present, sparse = (flags.view(2, -1) != 0).tolist()
+        for parameter, grad, on_some_rank, is_sparse in zip(parameters, grads, present, sparse):
+            grad = grad.to_sparse(1) if is_sparse else grad  # whole rows, as an embedding's
+            parameter.grad = grad if on_some_rank else None
 
 
-def as_row(parameter: nn.Parameter) -> Tensor:
-    """The gradient as one row; zeros if there is none."""
+def dense_gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient, or a copy if the means can't be written into it; zeros if there is none."""
     grad = parameter.grad
-    if grad is None:
-        return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-    return (grad.to_dense() if grad.is_sparse else grad).resolve_conj().resolve_neg().contiguous().view(-1)
-
-
-def put_means(parameters: list[nn.Parameter], means: Sequence[Tensor], flags: Tensor) -> None:
-    """Make the means the gradients, in place where there is a dense one."""
-    present, values = [], []
-    for i, (parameter, mean) in enumerate(zip(parameters, means)):
-        grad, mean = parameter.grad, mean.view(parameter.shape)
-        some, sparse = True, grad is not None and grad.is_sparse
-        if grad is None:
-            some, sparse = flags[2 * i:2 * i + 2].tolist()  # waits for the device: only where one is missing
-        if some and sparse:
-            parameter.grad = mean.to(parameter.dtype).to_sparse(1 if grad is None else grad.sparse_dim())
-        elif some and (grad is None or 0 in grad.stride()):  # missing, or expanded: many elements in one place
-            with torch.inference_mode(False):  # with the layout of the parameter, by which fused optimizers go
-                parameter.grad = torch.zeros_like(parameter).copy_(mean)
-        elif some:
-            present.append(grad)
-            values.append(mean)
-    if present:
-        torch._foreach_copy_(present, values)
+    if grad is not None and grad.is_sparse:
+        return grad.to_dense()
+    if grad is not None and 0 not in grad.stride():
+        return grad
+    with torch.inference_mode(False):  # missing, or expanded: many elements in one place
+        zeros = torch.zeros_like(parameter)  # with its layout, by which fused optimizers go
+        return zeros if grad is None else zeros.copy_(grad)
 
 
 @torch.no_grad()
 def average_batch_norm(model: nn.Module, loss_sum: Optional[Tensor] = None) -> None:
     """Give all ranks the mean of BatchNorm's running statistics, which each has from its own shard, and the sum of
     `loss_sum`, a float64 number: in place, by one all-reduce. No other buffer is touched."""
-    if not dist.is_initialized():
-        return
     norms = [module for module in model.modules() if isinstance(module, _NormBase)]
-    buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
-    values = [*buffers, *([] if loss_sum is None else [loss_sum])]
-    if values:
+    values = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
+    values += [] if loss_sum is None else [loss_sum]
+    if values and dist.is_initialized():
         row = torch.cat([value.reshape(-1).double() for value in values]).to(comm_device())
         dist.all_reduce(row)
         for value, total in zip(values, row.to(values[0].device).split([value.numel() for value in values])):
@@ -532,24 +503,47 @@ def broadcast(value: Any) -> Any:
     rank, world_size = rank_and_world_size()
     if world_size == 1:
         return value
-    tensors, file, device = [], io.BytesIO(), comm_device()
-    # First the structure, in which each tensor is one element that is expanded to its shape; then what is in them.
-    map_tensors(tensors.append, value)
-    torch.save(map_tensors(lambda tensor: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape), value), file)
+    file, device = io.BytesIO(), comm_device()
+    if rank == 0:
+        torch.save(value, file)
     size = torch.tensor(file.tell(), device=device)
     dist.broadcast(size, src=0)
-    rows = [torch.frombuffer(bytearray(file.getvalue().ljust(int(size))), dtype=torch.uint8)[:int(size)]]
-    for row in itertools.chain(rows, (tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors)):
-        for piece in row.split(BUCKET_BYTES):
-            moved = piece.to(device)
-            dist.broadcast(moved, src=0)
-            piece.copy_(moved)
-        if rank > 0 and row is rows[0]:
-            value = torch.load(io.BytesIO(bytes(row.tolist())), weights_only=True)
-            value = map_tensors(lambda small: torch.empty(small.shape, dtype=small.dtype), value)
-            tensors.clear()
-            map_tensors(tensors.append, value)
-    return value
+    if rank > 0:
+        file = io.BytesIO(bytes(int(size)))
+    for piece in torch.frombuffer(file.getbuffer(), dtype=torch.uint8).split(BUCKET_BYTES):
+        moved = piece.to(device)
+        dist.broadcast(moved, src=0)
+        piece.copy_(moved)
+    return value if rank == 0 else torch.load(file, weights_only=True)
+
+
+def warm_up(model: nn.Module, loader: DataLoader) -> None:
+    """One backward pass, whose result is dropped. After its first one DDP puts the gradients into other buckets, and so
+    three ranks sum them in another order. A resumed run must begin with these, as the one that was interrupted had."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # some may not be in the checkpoint
+    inputs, targets = split_batch(next(iter(loader)), next(model.parameters()).device)
+    losses(model.train()(inputs), targets).sum().backward()
+    model.zero_grad()
+    for buffer, value in buffers:
+        buffer.detach().copy_(value)
+
+
+def choose_interface(address: str) -> None:
+    """Gloo tells the others the address of this host's own name, which may be 127.0.1.1, as Debian's installer has it,
+    or none. Have it take the network interface that leads to node 0, by Linux's table of IPv4 routes."""
+    on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE") or re.match(LOOPBACK, address)
+    if on_one_node or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    routes = []
+    with contextlib.suppress(OSError):  # another system, or an IPv6 address
+        node_0 = int.from_bytes(socket.inet_aton(socket.gethostbyname(address)), sys.byteorder)
+        with open("/proc/net/route") as file:
+            for line in file.readlines()[1:]:
+                name, destination, _, _, _, _, _, mask, *_ = line.split()
+                leads_there = node_0 & int(mask, 16) == int(destination, 16)
+                routes.append((leads_there, bin(int(mask, 16)).count("1"), name))
+    if routes:
+        os.environ["GLOO_SOCKET_IFNAME"] = max(routes)[2]  # the longest mask is that of the nearest network
 
 
 @torch.no_grad()
@@ -563,7 +557,9 @@ def evaluate(model: nn.Module, loader: DataLoader) -> tuple[float, Optional[floa
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # losses, samples, scores, samples that have one
     for batch in loader:
         inputs, targets = split_batch(batch, device)
-        outputs, samples = model(inputs), batch_length(targets)
+        outputs, tensors = model(inputs), []
+        map_tensors(tensors.append, targets)
+        samples = len(tensors[0])
         for i, function in ((0, losses), (2, scores)):
             values = function(outputs, targets)
             if values is not None:

@@ -13,7 +13,6 @@ import contextlib
 import os
 import sys
 from argparse import Namespace
-from datetime import timedelta
 
 import common
 import runtime
@@ -33,31 +32,29 @@ def worker(args: Namespace) -> None:
     # DDP 1: the rank among all processes, and how many there are; local_rank counts on this node alone.
     launched = runtime.launched_ranks(args)
     rank, local_rank, world_size, _ = launched or (0, args.local_rank or 0, 1, 1)
-    timeout = timedelta(seconds=args.timeout)
-    with runtime.errors_in_one_line(local_rank):
-        if args.multi_gpu and not launched:
-            raise common.UsageError("--multi_gpu needs torchrun --nproc_per_node=2 ddp_launch.py --multi_gpu")
-        data = common.load_data(args)
-        # DDP 2: join the others, through the address and port that the launcher has put into the environment.
-        if launched:
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            with runtime.Joining(rank, world_size, address, port, args.timeout) as joining:
-                store = runtime.launched_store(launched, address, port, args.timeout)
-                # DDP 3: the device by LOCAL rank: rank 2 on the second node of two must use cuda:0, not cuda:2.
-                device, backend, problems = runtime.roll_call(joining, store, local_rank, args, data)
-                if device.type == "cuda":
-                    torch.cuda.set_device(device)
-                dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-                dist.all_reduce(torch.zeros(1, device=device))  # nccl connects only now: that too has a time limit
+    if args.multi_gpu and not launched:
+        raise common.UsageError("--multi_gpu needs torchrun --nproc_per_node=2 ddp_launch.py --multi_gpu")
+    data = common.load_data(args)
+    # DDP 2: join the others, through the address and port that the launcher has put into the environment.
+    if launched:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        with runtime.Joining(rank, world_size, address, port, args.timeout) as joining:
+            store = runtime.launched_store(launched, address, port, args.timeout)
+            # DDP 3: the device by LOCAL rank: rank 2 on the second node of two must use cuda:0, not cuda:2.
+            device, backend, problems = runtime.roll_call(joining, store, local_rank, args, data)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=joining.limit)
+            dist.all_reduce(torch.zeros(1, device=device))  # nccl connects only now: that too has a time limit
+    else:
+        device, _, problems = runtime.roll_call(None, None, local_rank, args, data)
+    try:
+        if args.check:
+            runtime.check(rank, world_size, device, problems)
         else:
-            device, _, problems = runtime.roll_call(None, None, local_rank, args, data)
-        try:
-            if args.check:
-                runtime.check(rank, world_size, device, problems)
-            else:
-                train(rank, world_size, device, data, args)
-        finally:
-            leave(args.timeout)
+            train(rank, world_size, device, data, args)
+    finally:
+        leave(args.timeout)
 
 
 def train(rank: int, world_size: int, device: torch.device, data: tuple, args: Namespace) -> None:
@@ -136,10 +133,8 @@ def leave(timeout: float) -> None:
 def main() -> None:
     parser = runtime.make_parser(__doc__)
     group = parser.add_argument_group("launcher")
-    runtime.add_option(group, "--local_rank", type=runtime.COUNT_OR_NONE, metavar="N",
-                       help="rank on this node, if LOCAL_RANK is not set (default: 0)")
-    runtime.add_option(group, "--multi_gpu", action="store_true",
-                       help="refuse to start without a launcher (default: off)")
+    runtime.add_option(group, "--local_rank", type=runtime.COUNT_OR_NONE, help="rank on this node without LOCAL_RANK")
+    runtime.add_option(group, "--multi_gpu", action="store_true", help="refuse to start without a launcher")
     worker(parser.parse_args())
 
 

@@ -8,10 +8,8 @@
 """
 import contextlib
 import os
-import socket
 import sys
 from argparse import Namespace
-from datetime import timedelta
 
 import common
 import runtime
@@ -30,7 +28,6 @@ def worker(local_rank: int, args: Namespace, address: str, port: int) -> None:
     common.end_with(mp.parent_process().pid)
     # DDP 1: the rank among all processes, and how many there are; local_rank counts on this node alone.
     rank, world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus
-    timeout = timedelta(seconds=args.timeout)
     with runtime.errors_in_one_line(local_rank):
         data = common.load_data(args)
         # DDP 2: join the others, through the store that node 0's parent process keeps at this address and port.
@@ -40,7 +37,7 @@ def worker(local_rank: int, args: Namespace, address: str, port: int) -> None:
             device, backend, problems = runtime.roll_call(joining, store, local_rank, args, data)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=joining.limit)
             dist.all_reduce(torch.zeros(1, device=device))  # nccl connects only now: that too has a time limit
         try:
             if args.check:
@@ -127,23 +124,19 @@ def leave(timeout: float) -> None:
 def main() -> None:
     parser = runtime.make_parser(__doc__)
     group = parser.add_argument_group("nodes")
-    group.add_argument("-n", "--nodes", type=runtime.COUNT, default=1, metavar="N", help="machines (default: 1)")
-    group.add_argument("-g", "--gpus", type=runtime.COUNT, default=1, metavar="N",
-                       help="processes on each machine, one per GPU where there are GPUs (default: 1)")
-    group.add_argument("-nr", "--nr", type=runtime.COUNT_OR_NONE, default=0, metavar="N",
-                       help="node rank: the number of this machine, from 0 (default: 0)")
-    runtime.add_option(group, "--master_addr", metavar="HOST",
-                       help="address of machine 0 (default: MASTER_ADDR; not needed for one machine)")
+    runtime.add_option(group, "-n", "--nodes", type=runtime.COUNT, default=1, help="machines")
+    runtime.add_option(group, "-g", "--gpus", type=runtime.COUNT, default=1, help="processes per machine, one per GPU")
+    runtime.add_option(group, "-nr", "--nr", type=runtime.COUNT_OR_NONE, default=0, help="number of this machine")
+    runtime.add_option(group, "--master_addr", metavar="HOST", help="address of machine 0 (default: MASTER_ADDR)")
     runtime.add_option(group, "--master_port", metavar="PORT", type=runtime.number(int, 1, 65535),
                        help="a port that is free there (default: MASTER_PORT; for one machine any free port)")
     args = parser.parse_args()
     if args.nodes == 1:
         runtime.refuse_launcher("ddp_spawn.py")
     address, port = runtime.address_of_node_0(args)
-    data = common.load_data(args)  # here only to find mistakes before anything starts; each process reads its own
-    own = runtime.describe(args.nr * args.gpus, 0, args.nodes * args.gpus, args, data)
-    runtime.assign_devices([{**own, "local_rank": i} for i in range(args.gpus)])
-    del data
+    # Find mistakes before anything starts; each process reads its own data.
+    own = runtime.describe(args.nr * args.gpus, 0, args.nodes * args.gpus, args, common.load_data(args))
+    runtime.assign_devices([{**own, "rank": own["rank"] + i, "local_rank": i} for i in range(args.gpus)])
     if args.nr == 0:
         store = runtime.make_store(address, port, args.timeout, is_master=True)  # kept here, for all processes
         port = store.port
@@ -154,7 +147,7 @@ def main() -> None:
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:  # has the traceback of the rank in its text
         if getattr(error, "exit_code", None) in (1, 2):  # the rank itself has said why, in one line
             sys.exit(error.exit_code)
-        rank, host = args.nr * args.gpus + error.error_index, socket.gethostname()
+        rank, host = own["rank"] + error.error_index, own["host"]
         sys.exit(f"ddp_spawn.py: error: rank {rank} of {args.nodes * args.gpus} on host {host} failed: {error}")
 
 

@@ -68,8 +68,7 @@ def train(args: Namespace) -> None:
     model = common.build_model(args, train_data).to(device)
     if args.precision != "fp32":
         model = common.Autocast(model, args.precision)
-    # The wrapper is called like the module. Its first GPU has the weights; the copies last for one forward.
-    model = nn.DataParallel(model)
+    model = nn.DataParallel(model)  # called like the module; the first GPU has the weights, copies last for one forward
 
     # One process has the whole data. This sampler gives it in the order that all ranks of a DDP run have together.
     sampler = DistributedSampler(train_data, num_replicas=1, rank=0, seed=args.seed)
@@ -111,12 +110,9 @@ def main() -> None:
     parser = runtime.make_parser(__doc__, ddp=False)
     parser.set_defaults(batch_size=30, epochs=None)
     group = parser.add_argument_group("without --epochs: who gets which part of a batch")
-    runtime.add_option(group, "--input_size", type=runtime.COUNT, default=5, metavar="N",
-                       help="numbers per random vector")
-    runtime.add_option(group, "--output_size", type=runtime.COUNT, default=2, metavar="N",
-                       help="outputs of the model")
-    runtime.add_option(group, "--data_size", type=runtime.COUNT, default=100, metavar="N",
-                       help="random vectors")
+    runtime.add_option(group, "--input_size", type=runtime.COUNT, default=5, help="numbers per random vector")
+    runtime.add_option(group, "--output_size", type=runtime.COUNT, default=2, help="outputs of the model")
+    runtime.add_option(group, "--data_size", type=runtime.COUNT, default=100, help="random vectors")
     args = parser.parse_args()
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DataParallel takes every GPU that it sees
