@@ -37,12 +37,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
 
 class UsageError(Exception):
     """A wrong option or an unusable file: one line that says what is wrong and what to do."""
     exit_code = 2
+
+    def __init__(self, text: str, on_all_ranks: bool = False) -> None:
+        super().__init__(text)
+        self.on_all_ranks = on_all_ranks  # then local rank 0 alone prints it
 
 
 # ---- The task: replace these four functions by your own --------------------------------------------
@@ -206,7 +210,7 @@ CHECKSUMS = {"MNIST": {
     "train-images-idx3-ubyte": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
     "train-labels-idx1-ubyte": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
     "t10k-images-idx3-ubyte": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-    "t10k-labels-idx1-ubyte": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924206aec6"}, "Subj": {
+    "t10k-labels-idx1-ubyte": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"}, "Subj": {
     "plot.tok.gt9.5000": "5ddc9b44dc60d64d651347fcd7bdd489b0c70661e3f768215c16eea36f51204a",
     "quote.tok.gt9.5000": "73a2dcf8dc3cbcc7f068a70ef9f021c86b2a8e4dac81566b7fd015b3e938f2c5"}}
 
@@ -235,16 +239,12 @@ def download(dataset: str, folder: str, timeout: float) -> None:
                          f"another source in {variable}") from None
 
 
-def lock(path: str, timeout: float = 0) -> Any:
-    """Lock `path` against other processes of this machine, until what is returned is closed or this process ends.
-    Raises TimeoutError if another has it for `timeout` seconds; does nothing where there are no locks."""
+def lock(path: str, timeout: float = 0) -> IO[bytes]:
+    """Lock `path` against other processes of this machine, until the file that is returned is closed or this process
+    ends. Raises TimeoutError if another has it for `timeout` seconds, OSError or ImportError where there are no locks."""
+    import fcntl  # not on Windows
     name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:16]
-    deadline = time.monotonic() + timeout
-    try:
-        import fcntl  # not on Windows
-        file = open(os.path.join(tempfile.gettempdir(), f"ddp-{name}.lock"), "ab")
-    except (ImportError, OSError):
-        return contextlib.nullcontext()
+    file, deadline = open(os.path.join(tempfile.gettempdir(), f"ddp-{name}.lock"), "ab"), time.monotonic() + timeout
     while True:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -311,16 +311,34 @@ def seed(*numbers: int) -> None:
 
 
 class BatchSampler(torch.utils.data.BatchSampler):
-    """The batches of a shard, as lists of indices, from `skip` samples on: where a run was resumed."""
-    skip = 0
+    """The batches of a shard from `skip` samples on: indices, and numbers by which a worker seeds itself before it reads
+    them. So random numbers of the data depend neither on the number of workers nor on where a run was resumed."""
+    skip, seed = 0, 0
 
     def __len__(self) -> int:
         left = max(0, len(self.sampler) - self.skip)
         return left // self.batch_size if self.drop_last else math.ceil(left / self.batch_size)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[tuple]:
         indices = itertools.islice(self.sampler, self.skip, None)
-        return iter(torch.utils.data.BatchSampler(indices, self.batch_size, self.drop_last))
+        numbers = (self.seed, getattr(self.sampler, "epoch", 0), rank_and_world_size()[0])
+        for batch in torch.utils.data.BatchSampler(indices, self.batch_size, self.drop_last):
+            yield (*numbers, *batch), batch
+
+
+class Batches(Dataset):
+    """Reads batches of a data set: lists of samples, or the tuples that Rows makes."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, request: tuple) -> Any:
+        numbers, indices = request
+        if get_worker_info() is not None:
+            seed(*numbers)
+        if hasattr(self.dataset, "__getitems__"):
+            return self.dataset.__getitems__(indices)
+        return [self.dataset[i] for i in indices]
 
 
 def collate(batch: Any) -> Any:
@@ -331,12 +349,13 @@ def collate(batch: Any) -> Any:
 def make_loader(dataset: Dataset, sampler: Any, args: Namespace, device: torch.device,
                 drop_last: bool = False) -> DataLoader:
     """Batches of the samples that `sampler` (any sized iterable of indices) names."""
-    workers = args.num_workers > 0
+    workers, batches = args.num_workers > 0, BatchSampler(sampler, args.batch_size, drop_last)
+    batches.seed = args.seed
     if drop_last and len(sampler) < args.batch_size:
         raise UsageError(f"--drop_last leaves no batch of {args.batch_size}: a shard has {len(sampler)} samples")
-    return DataLoader(dataset, batch_sampler=BatchSampler(sampler, args.batch_size, drop_last),
-                      collate_fn=getattr(dataset, "collate_fn", collate), pin_memory=device.type == "cuda", num_workers=args.num_workers,
-                      timeout=workers * args.timeout, worker_init_fn=functools.partial(end_with, os.getpid()),
+    return DataLoader(Batches(dataset), batch_sampler=batches, collate_fn=getattr(dataset, "collate_fn", collate),
+                      pin_memory=device.type == "cuda", num_workers=args.num_workers, timeout=workers * args.timeout,
+                      worker_init_fn=functools.partial(end_with, os.getpid()),
                       # Processes of mp.spawn would spawn their workers, which import torch again.
                       multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
                       # Keep workers alive between epochs: forking again while old threads end sometimes hangs.
@@ -503,18 +522,29 @@ def broadcast(value: Any) -> Any:
     rank, world_size = rank_and_world_size()
     if world_size == 1:
         return value
-    file, device = io.BytesIO(), comm_device()
-    if rank == 0:
-        torch.save(value, file)
-    size = torch.tensor(file.tell(), device=device)
-    dist.broadcast(size, src=0)
+    tensors, file = [], io.BytesIO()
+    # First the structure, in which each tensor is one element that is expanded to its shape; then what is in them.
+    map_tensors(tensors.append, value)
+    torch.save(map_tensors(lambda tensor: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape), value), file)
+    size = torch.tensor([file.tell()])
+    send(size)
+    structure = torch.frombuffer(bytearray(file.getvalue().ljust(int(size))), dtype=torch.uint8)[:int(size)]
+    send(structure)
     if rank > 0:
-        file = io.BytesIO(bytes(int(size)))
-    for piece in torch.frombuffer(file.getbuffer(), dtype=torch.uint8).split(BUCKET_BYTES):
-        moved = piece.to(device)
+        value = torch.load(io.BytesIO(bytes(structure.tolist())), weights_only=True)
+        value, tensors = map_tensors(lambda small: torch.empty(small.shape, dtype=small.dtype), value), []
+        map_tensors(tensors.append, value)
+    for tensor in tensors:
+        send(tensor.contiguous().view(-1).view(torch.uint8))
+    return value
+
+
+def send(row: Tensor) -> None:
+    """Rank 0's `row` on every rank, in place."""
+    for piece in row.split(BUCKET_BYTES):
+        moved = piece.to(comm_device())
         dist.broadcast(moved, src=0)
         piece.copy_(moved)
-    return value if rank == 0 else torch.load(file, weights_only=True)
 
 
 def warm_up(model: nn.Module, loader: DataLoader) -> None:
