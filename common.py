@@ -50,11 +50,8 @@ DATASETS = ("synthetic", "MNIST", "Subj")
 
 
 def load_data(args: Namespace) -> tuple[Dataset, Dataset, Dataset]:
-    """Three map-style data sets, for training, validation and test, of samples (input, target).
-
-    Inputs and targets are tensors, or tuples, lists or dicts of tensors. All ranks must get the same data: here it
-    depends on the files and on --seed alone.
-    """
+    """Three map-style data sets, for training, validation and test, of samples (input, target): tensors, or tuples,
+    lists or dicts of tensors. All ranks must get the same data: here it depends on the files and on --seed alone."""
     generator = torch.Generator().manual_seed(args.seed)
     if args.dataset == "synthetic":  # ten Gaussian clusters in 20 dimensions
         targets = torch.randint(10, (5500,), generator=generator)
@@ -85,8 +82,7 @@ def losses(outputs: Any, targets: Any) -> Tensor:
 
 
 def scores(outputs: Any, targets: Any) -> Optional[Tensor]:
-    """The score of each sample, [batch], higher is better: here 1 where the class is right.
-    None for a task that reports nothing but the loss."""
+    """The score of each sample, [batch], higher is better; None for a task that reports nothing but the loss."""
     return outputs.argmax(1) == targets
 
 
@@ -335,8 +331,9 @@ def make_loader(dataset: Dataset, sampler: Any, args: Namespace, device: torch.d
     if drop_last and len(sampler) < args.batch_size:
         raise UsageError(f"--drop_last leaves no batch of {args.batch_size}: a shard has {len(sampler)} samples")
     return DataLoader(dataset, batch_sampler=BatchSampler(sampler, args.batch_size, drop_last),
-                      collate_fn=getattr(dataset, "collate_fn", collate), pin_memory=device.type == "cuda", num_workers=args.num_workers,
-                      timeout=workers * args.timeout, worker_init_fn=functools.partial(end_with, os.getpid()),
+                      collate_fn=getattr(dataset, "collate_fn", collate), pin_memory=device.type == "cuda",
+                      num_workers=args.num_workers, timeout=args.timeout if workers else 0,
+                      worker_init_fn=functools.partial(end_with, os.getpid()),
                       # Processes of mp.spawn would spawn their workers, which import torch again.
                       multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
                       # Keep workers alive between epochs: forking again while old threads end sometimes hangs.
@@ -381,8 +378,7 @@ def check_one_per_sample(name: str, values: Any, samples: int) -> None:
     """Raise ValueError unless `values`, from losses() or scores(), has one number for each of so many samples."""
     shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
     if shape != [samples]:
-        raise ValueError(f"{name}() must return one number per sample, a tensor of shape [{samples}] here, but it "
-                         f"returned {shape}: take the mean over all dimensions but the first, for instance")
+        raise ValueError(f"{name}() must return one number per sample, a tensor of shape [{samples}], and not {shape}")
 
 
 # ---- Wrappers --------------------------------------------------------------------------------------
@@ -410,7 +406,6 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 # ---- Collectives -----------------------------------------------------------------------------------
 BUCKET_BYTES = 25 * 1024 * 1024  # as DDP's own buckets
-LOOPBACK = r"localhost$|127\.|\[?::1"
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -531,8 +526,8 @@ def warm_up(model: nn.Module, loader: DataLoader) -> None:
 def choose_interface(address: str) -> None:
     """Gloo tells the others the address of this host's own name, which may be 127.0.1.1, as Debian's installer has it,
     or none. Have it take the network interface that leads to node 0, by Linux's table of IPv4 routes."""
-    on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE") or re.match(LOOPBACK, address)
-    if on_one_node or "GLOO_SOCKET_IFNAME" in os.environ:
+    on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
+    if on_one_node or re.match(r"localhost$|127\.|\[?::1", address) or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     routes = []
     with contextlib.suppress(OSError):  # another system, or an IPv6 address
@@ -548,8 +543,7 @@ def choose_interface(address: str) -> None:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, loader: DataLoader) -> tuple[float, Optional[float]]:
-    """Mean loss and mean score over all samples of all ranks' loaders, which may differ in length. The score is None if
-    the task has none, and the accuracy, 0 to 1, in the tasks here."""
+    """Mean loss and mean score, or None, over all samples of all ranks' loaders, which may differ in length."""
     while isinstance(model, (nn.DataParallel, DDP)):  # a forward of DDP may communicate, and would wait for ranks that
         model = model.module  # have no batch left
     was_training, device = model.training, next(model.parameters()).device
