@@ -7,6 +7,7 @@ import functools
 import gzip
 import hashlib
 import io
+import ipaddress
 import itertools
 import json
 import math
@@ -54,11 +55,8 @@ DATASETS = ("synthetic", "MNIST", "Subj")
 
 
 def load_data(args: Namespace) -> tuple[Dataset, Dataset, Dataset]:
-    """Three map-style data sets, for training, validation and test, of samples (input, target).
-
-    Inputs and targets are tensors, or tuples, lists or dicts of tensors. All ranks must get the same data: here it
-    depends on the files and on --seed alone.
-    """
+    """Three map-style data sets, for training, validation and test, of samples (input, target): tensors, or tuples,
+    lists or dicts of tensors. All ranks must get the same data: here it depends on the files and on --seed alone."""
     generator = torch.Generator().manual_seed(args.seed)
     if args.dataset == "synthetic":  # ten Gaussian clusters in 20 dimensions
         targets = torch.randint(10, (5500,), generator=generator)
@@ -89,8 +87,7 @@ def losses(outputs: Any, targets: Any) -> Tensor:
 
 
 def scores(outputs: Any, targets: Any) -> Optional[Tensor]:
-    """The score of each sample, [batch], higher is better: here 1 where the class is right.
-    None for a task that reports nothing but the loss."""
+    """The score of each sample, [batch], higher is better; None for a task that reports nothing but the loss."""
     return outputs.argmax(1) == targets
 
 
@@ -400,8 +397,7 @@ def check_one_per_sample(name: str, values: Any, samples: int) -> None:
     """Raise ValueError unless `values`, from losses() or scores(), has one number for each of so many samples."""
     shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
     if shape != [samples]:
-        raise ValueError(f"{name}() must return one number per sample, a tensor of shape [{samples}] here, but it "
-                         f"returned {shape}: take the mean over all dimensions but the first, for instance")
+        raise ValueError(f"{name}() must return one number per sample, a tensor of shape [{samples}], and not {shape}")
 
 
 # ---- Wrappers --------------------------------------------------------------------------------------
@@ -429,7 +425,6 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 # ---- Collectives -----------------------------------------------------------------------------------
 BUCKET_BYTES = 25 * 1024 * 1024  # as DDP's own buckets
-LOOPBACK = r"localhost$|127\.|\[?::1"
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -560,26 +555,30 @@ def warm_up(model: nn.Module, loader: DataLoader) -> None:
 
 def choose_interface(address: str) -> None:
     """Gloo tells the others the address of this host's own name, which may be 127.0.1.1, as Debian's installer has it,
-    or none. Have it take the network interface that leads to node 0, by Linux's table of IPv4 routes."""
+    or none. Have it take the network interface that leads to node 0, by Linux's tables of routes."""
     on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE") or re.match(LOOPBACK, address)
     if on_one_node or "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    routes = []
-    with contextlib.suppress(OSError):  # another system, or an IPv6 address
-        node_0 = int.from_bytes(socket.inet_aton(socket.gethostbyname(address)), sys.byteorder)
-        with open("/proc/net/route") as file:
-            for line in file.readlines()[1:]:
-                name, destination, _, _, _, _, _, mask, *_ = line.split()
-                leads_there = node_0 & int(mask, 16) == int(destination, 16)
-                routes.append((leads_there, bin(int(mask, 16)).count("1"), name))
-    if routes:
-        os.environ["GLOO_SOCKET_IFNAME"] = max(routes)[2]  # the longest mask is that of the nearest network
+    with contextlib.suppress(OSError, ValueError):  # another system, or a name that is unknown
+        node_0 = ipaddress.ip_address(socket.getaddrinfo(address.strip("[]"), None)[0][4][0])
+        found = [(node_0 in network, network.prefixlen, name) for network, name in routes() if name != "lo"]
+        os.environ["GLOO_SOCKET_IFNAME"] = max(found)[2]  # the longest prefix is that of the nearest network
+
+
+def routes() -> Iterator[tuple[Any, str]]:
+    """(network, interface) of the routes that Linux has for IPv4 and IPv6."""
+    with open("/proc/net/route") as file:
+        for name, address, _, _, _, _, _, mask, *_ in map(str.split, file.readlines()[1:]):
+            numbers = [ipaddress.ip_address(bytes.fromhex(digits)[::-1]) for digits in (address, mask)]
+            yield ipaddress.ip_network("{}/{}".format(*numbers)), name
+    with open("/proc/net/ipv6_route") as file:
+        for line in map(str.split, file):
+            yield ipaddress.ip_network((bytes.fromhex(line[0]), int(line[1], 16))), line[-1]
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, loader: DataLoader) -> tuple[float, Optional[float]]:
-    """Mean loss and mean score over all samples of all ranks' loaders, which may differ in length. The score is None if
-    the task has none, and the accuracy, 0 to 1, in the tasks here."""
+    """Mean loss and mean score, or None, over all samples of all ranks' loaders, which may differ in length."""
     while isinstance(model, (nn.DataParallel, DDP)):  # a forward of DDP may communicate, and would wait for ranks that
         model = model.module  # have no batch left
     was_training, device = model.training, next(model.parameters()).device

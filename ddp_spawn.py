@@ -127,9 +127,8 @@ def main() -> None:
     runtime.add_option(group, "-n", "--nodes", type=runtime.COUNT, default=1, help="machines")
     runtime.add_option(group, "-g", "--gpus", type=runtime.COUNT, default=1, help="processes per machine, one per GPU")
     runtime.add_option(group, "-nr", "--nr", type=runtime.COUNT_OR_NONE, default=0, help="number of this machine")
-    runtime.add_option(group, "--master_addr", metavar="HOST", help="address of machine 0 (default: MASTER_ADDR)")
-    runtime.add_option(group, "--master_port", metavar="PORT", type=runtime.number(int, 1, 65535),
-                       help="a port that is free there (default: MASTER_PORT; for one machine any free port)")
+    runtime.add_option(group, "--master_addr", help="address of machine 0, if there are more (default: MASTER_ADDR)")
+    runtime.add_option(group, "--master_port", type=runtime.number(int, 1, 65535), help="its port (default: MASTER_PORT)")
     args = parser.parse_args()
     if args.nodes == 1:
         runtime.refuse_launcher("ddp_spawn.py")

@@ -129,8 +129,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "devices and processes": {
         "--device": dict(choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs, if each rank can have one"),
         "--backend": dict(choices=("auto", "nccl", "gloo"), default="auto", help="auto: nccl on GPUs, gloo on CPUs"),
-        "--timeout": dict(type=number(float, 1, 2_000_000), metavar="SECONDS", default=600, help="how many seconds to "
-                          "wait for other ranks, a download or a data-loading process, before an error"),
+        "--timeout": dict(type=number(float, 1, 2e6), metavar="SECONDS", default=600, help="how many seconds to wait"),
         "--check": dict(FLAG, help="in place of training: who is where, are all-reduces right, and how fast")},
     "files": {
         "--checkpoint": dict(FILE, help="written after every epoch (default: none)"),
@@ -230,36 +229,28 @@ def address_of_node_0(args: Namespace) -> tuple[str, int]:
     address = args.master_addr or os.environ.get("MASTER_ADDR")
     port = str(args.master_port or os.environ.get("MASTER_PORT"))
     if not address or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UsageError(f"-n {args.nodes} needs --master_addr and --master_port (or MASTER_ADDR and MASTER_PORT): the "
-                         "address of machine 0, and a port from 1 to 65535 that is free there")
+        raise UsageError(f"-n {args.nodes} needs --master_addr and --master_port, or MASTER_ADDR and MASTER_PORT, of node 0")
     return address, int(port)
 
 
-# ---- Joining and leaving ---------------------------------------------------------------------------
+# ---- Joining, leaving and the roll call ------------------------------------------------------------
 def make_store(address: str, port: int, timeout: float, is_master: bool) -> dist.TCPStore:
-    """The key-value store in which ranks meet, or, unless `is_master`, a connection to it. A store at an address of
-    loopback listens only there. Port 0 takes a free one, which nobody else can take between picking and binding."""
-    address, listening = address.strip("[]"), {}
+    """The key-value store in which ranks meet, or, unless `is_master`, a connection to it. Port 0 takes a free one."""
     try:
-        if is_master and re.match(common.LOOPBACK, address):
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            listener = socket.create_server((address, port), family=family, backlog=1024)
-            port = listener.getsockname()[1]
-            listening["master_listen_fd"] = listener.detach()  # the store closes it
-        return dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False,
-                             timeout=timedelta(seconds=timeout), **listening)
-    except (OSError, RuntimeError) as error:
-        if is_master and re.search("in use|denied|cannot assign", str(error), re.I):
+        return dist.TCPStore(address.strip("[]"), port, is_master=is_master, wait_for_workers=False,
+                             timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:
+        if is_master and re.search("in use|denied", str(error), re.I):
             raise UsageError(f"port {port} is taken: choose another, with --master_port or in MASTER_PORT") from None
         raise
 
 
 def launched_store(launched: tuple, address: str, port: int, timeout: float) -> dist.Store:
-    """The store at the launcher's address and port, which torchrun keeps itself, for all attempts, and else rank 0."""
+    """The store at the launcher's address and port, which torchrun keeps itself, and else rank 0. On one node, names in
+    it are of this attempt: torchrun keeps it when it restarts the processes."""
     rank, _, world_size, local_world_size = launched
     is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")  # nodes may differ in it
-    attempt = restarts if world_size == local_world_size else ""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if world_size == local_world_size else ""
     return dist.PrefixStore(attempt, make_store(address, port, timeout, is_master))
 
 
@@ -340,7 +331,6 @@ def drop_references() -> None:
     time.sleep(0.1)  # its threads drop the last tensors: for that they need the GIL, which old torch would not give up
 
 
-# ---- Roll call -------------------------------------------------------------------------------------
 # Options about one machine: in these alone ranks may differ.
 OF_ONE_MACHINE = {"nr", "local_rank", "master_addr", "master_port", "data_root", "download", "checkpoint", "metrics",
                   "num_workers", "device", "timeout"}
@@ -410,7 +400,7 @@ def assign_devices(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         gpus, device = rank["gpus"], rank["local_rank"] if len(rank["gpus"]) != 1 else 0
         devices.append(device)
         if device >= len(gpus):
-            reason = reason or f"rank {rank['rank']}, local rank {rank['local_rank']} on {rank['host']}, sees {len(gpus)} GPU(s)"
+            reason = reason or f"local rank {rank['local_rank']} on {rank['host']} sees {len(gpus)} GPU(s)"
         elif users.setdefault(gpus[device][0], rank["rank"]) != rank["rank"] and not shared:
             reason = reason or f"ranks {users[gpus[device][0]]} and {rank['rank']} have 1 GPU for 2 process(es)"
     if reason and "cuda" in wishes:
@@ -453,9 +443,9 @@ class Batch(NamedTuple):
 
 
 def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[Batch]:
-    """The micro-batches of this rank's shard, from where `state` is in its epoch. A sample's weight is world_size by the
-    samples of all in this step: DDP then divides the sum by world_size, which leaves the mean over the step, as with
-    one process and whole batches. Samples that DistributedSampler repeats, to pad a shard, have the weight 0."""
+    """The micro-batches of this rank's shard, from where `state` is in its epoch. A sample's weight is world_size by
+    the number of all ranks' samples in the step: DDP divides the sum by world_size, which leaves the mean over it, as
+    with one process and whole batches. Samples that DistributedSampler repeats, to pad a shard, have the weight 0."""
     (rank, world_size), sampler, done = rank_and_world_size(), loader.batch_sampler, state.samples
     sampler.skip = done // world_size  # of this rank's shard
     shard = sampler.skip + len(sampler) * args.batch_size if sampler.drop_last else len(sampler.sampler)
@@ -502,7 +492,6 @@ class TrainState:
 
     def __init__(self, model: nn.Module, args: Namespace, data: Sequence[Dataset] = ()) -> None:
         self.model, self.args, self.optimizer = model, args, common.make_optimizer(model, args)
-        self.rates = [group["lr"] for group in self.optimizer.param_groups]
         device = next(model.parameters()).device
         if device.type == "cpu":
             keep_freed_memory()
@@ -518,12 +507,13 @@ class TrainState:
 
     def optimizer_step(self) -> None:
         """Set the learning rate by the share of training that is done, clip the gradients, and step."""
-        missing = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
-        if missing and isinstance(self.model, DDP):  # DDP raises its error after a step on gradients of this rank alone
-            raise RuntimeError(f"no gradient in this step for {missing}, as DDP needs it: use --grad_sync manual")
+        if isinstance(self.model, DDP):
+            missing = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+            if missing:  # DDP would raise its error one forward later: after a step on gradients that are not averaged
+                raise RuntimeError(f"no gradient in this step for {missing}, as DDP needs it: use --grad_sync manual")
         share = (self.epoch + self.samples / self.epoch_samples) / self.args.epochs
-        for group, rate in zip(self.optimizer.param_groups, self.rates):
-            group["lr"] = rate * common.schedule(share)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.optimizer.defaults["lr"] * common.schedule(share)
         if self.args.max_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
@@ -620,17 +610,15 @@ def read_checkpoint(path: str, state: TrainState) -> dict[str, Any]:
                        for name, value in (loaded[part] or {}).items()}
             if weights and own != {name: getattr(value, "shape", None) for name, value in weights.items()}:
                 raise ValueError("it is of another model, or of another vocabulary")
-            loaded[part] = weights
+            loaded[part] = weights or None
         return loaded
     except Exception as error:  # whatever is wrong, it cannot be resumed; torch's own words advise to trust the file
         reason = error if type(error) is ValueError else f"it cannot be read, {type(error).__name__}"
-        raise UsageError(f"--resume: {path} is not a checkpoint of this run ({reason}); it was left as it is: "
-                         "name another file, or start without --resume") from None
+        raise UsageError(f"--resume: {path} is not a checkpoint of this run ({reason}); name another file") from None
 
 
 def start_or_resume(args: Namespace, state: TrainState, loader: DataLoader) -> None:
-    """Lock --checkpoint, and continue it with --resume if it exists. Rank 0 alone reads it: no shared file system is
-    needed. Raises UsageError on every rank if that cannot be."""
+    """Lock --checkpoint, and continue it with --resume. Rank 0 alone reads it; all ranks raise UsageError together."""
     rank, loaded = rank_and_world_size()[0], None
     if rank == 0 and args.checkpoint:
         try:
