@@ -25,7 +25,7 @@ import zlib
 from argparse import Namespace
 from array import array
 from collections import Counter
-from typing import IO, Any, Callable, Iterator, Optional, Sequence
+from typing import IO, Any, Callable, Iterator, NamedTuple, Optional, Sequence
 
 with warnings.catch_warnings():  # without numpy, which nothing here needs, importing torch gives a warning
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
@@ -35,7 +35,6 @@ import torch.distributed as dist
 import torch.distributed.nn
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
@@ -297,11 +296,10 @@ def keep_freed_memory() -> None:
             libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD
 
 
-# ---- Loaders ---------------------------------------------------------------------------------------
+# ---- Loaders, batches and wrappers -----------------------------------------------------------------
 def seed(*numbers: int) -> None:
     """Seed torch and Python's `random`: with one number itself, with several (seed, epoch, rank, …) with a mix."""
-    mixed = int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:7], "big")
-    number = numbers[0] if len(numbers) == 1 else mixed
+    number = numbers[0] if len(numbers) == 1 else random.Random(repr(numbers)).getrandbits(56)
     torch.manual_seed(number)
     random.seed(number)
 
@@ -381,7 +379,21 @@ def check_one_per_sample(name: str, values: Any, samples: int) -> None:
         raise ValueError(f"{name}() must return one number per sample, a tensor of shape [{samples}], and not {shape}")
 
 
-# ---- Wrappers --------------------------------------------------------------------------------------
+class Batch(NamedTuple):
+    """What a training step needs of one micro-batch, on the device of the model."""
+    inputs: Any
+    targets: Any
+    weights: Tensor  # [batch], to be multiplied with the losses: see runtime.batches
+    ends_step: bool  # whether the optimizer steps after this micro-batch
+    counted: slice  # the samples whose weight is not 0
+    loss_sum: Tensor  # of this rank, on the device, as reading it would wait for it
+
+    def record(self, losses: Tensor) -> None:
+        """Add the losses to those of the epoch. Raises ValueError unless they are [batch], one for each sample."""
+        check_one_per_sample("losses", losses, len(self.weights))
+        self.loss_sum.add_(losses.detach()[self.counted].sum(dtype=torch.float64))
+
+
 class Autocast(nn.Module):
     """Runs a module in bf16 or fp16 where that is safe; what it returns is float32. It is a module, and inside
     DataParallel, since the dtype of autocast is not passed on to the threads that DataParallel starts."""
@@ -438,10 +450,9 @@ def reduce_mean(value: Any, nprocs: Optional[int] = None) -> Tensor:
 
 @torch.no_grad()
 def average_gradients(model: nn.Module) -> None:
-    """Replace each gradient by the mean of all ranks' gradients; call it after backward and before the step. Not needed
-    with DDP, which has averaged by the end of backward. A gradient that is missing on some ranks counts as zero there;
-    one missing on all stays None. Half precision is summed in float32, so that nothing overflows. A sparse gradient
-    stays sparse, but travels dense. Takes the memory of the gradients once more, and keeps none of it."""
+    """Replace each gradient by the mean of all ranks' gradients, after backward; DDP has done so by then. A gradient that
+    is missing on some ranks counts as zero there; one missing on all stays None. Half precision is summed in float32,
+    so that nothing overflows. A sparse gradient stays sparse, but travels dense."""
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters() if rank_and_world_size()[1] > 1 else ():  # a shared parameter comes once
         if parameter.requires_grad:
@@ -474,16 +485,15 @@ def dense_gradient(parameter: nn.Parameter) -> Tensor:
         return grad.to_dense()
     if grad is not None and 0 not in grad.stride():
         return grad
-    with torch.inference_mode(False):  # missing, or expanded: many elements in one place
-        zeros = torch.zeros_like(parameter)  # with its layout, by which fused optimizers go
-        return zeros if grad is None else zeros.copy_(grad)
+    zeros = torch.zeros_like(parameter)  # with its layout, by which fused optimizers go
+    return zeros if grad is None else zeros.copy_(grad)  # an expanded one has many elements in one place
 
 
 @torch.no_grad()
 def average_batch_norm(model: nn.Module, loss_sum: Optional[Tensor] = None) -> None:
     """Give all ranks the mean of BatchNorm's running statistics, which each has from its own shard, and the sum of
     `loss_sum`, a float64 number: in place, by one all-reduce. No other buffer is touched."""
-    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
     values = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
     values += [] if loss_sum is None else [loss_sum]
     if values and dist.is_initialized():

@@ -17,10 +17,9 @@ import threading
 import time
 import traceback
 import warnings
-import zlib
 from argparse import Namespace
 from datetime import timedelta
-from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Iterator, Optional, Sequence
 
 import common
 import torch
@@ -173,11 +172,10 @@ LAUNCHERS = {  # variables of rank, local rank, world size and local world size;
 
 def find_launcher() -> str:
     """The launcher that has started this process as one of several, or torchrun as the only one; "" without one."""
-    env = os.environ
-    if "RANK" in env or "WORLD_SIZE" in env:
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return "torchrun"
-    found = [name for name, (_, _, size, _) in LAUNCHERS.items() if env.get(size, "1") != "1"]
-    if found[:1] == ["mpirun of MPICH"] and "MPI_LOCALRANKID" not in env and "srun" in found:
+    found = [name for name, (_, _, size, _) in LAUNCHERS.items() if os.environ.get(size, "1") != "1"]
+    if found[:1] == ["mpirun of MPICH"] and "MPI_LOCALRANKID" not in os.environ and "srun" in found:
         return "srun"  # with --mpi=pmi2, which sets some of MPICH's variables
     return (found or [""])[0]
 
@@ -229,7 +227,7 @@ def address_of_node_0(args: Namespace) -> tuple[str, int]:
     address = args.master_addr or os.environ.get("MASTER_ADDR")
     port = str(args.master_port or os.environ.get("MASTER_PORT"))
     if not address or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UsageError(f"-n {args.nodes} needs --master_addr and --master_port, or MASTER_ADDR and MASTER_PORT, of node 0")
+        raise UsageError(f"-n {args.nodes} needs --master_addr and --master_port, or MASTER_ADDR and MASTER_PORT")
     return address, int(port)
 
 
@@ -341,7 +339,7 @@ def describe(rank: int, local_rank: int, world_size: int, args: Namespace, data:
     alike = {f"--{name}": value for name, value in vars(args).items() if name not in OF_ONE_MACHINE}
     alike["--learning_rate"] = args.learning_rate or common.OPTIMIZERS[args.optimizer][2]
     for path in filter(os.path.isfile, (sys.argv[0], __file__, common.__file__)):
-        alike[os.path.basename(path)] = f"checksum {zlib.crc32(common.read_file(path, 'code')):08x}"
+        alike[os.path.basename(path)] = f"checksum {checksum(common.read_file(path, 'code').decode()):08x}"
     alike.update({"torch": torch.__version__, "a world size of": world_size})
     own = {"rank": rank, "local_rank": local_rank, "host": socket.gethostname(), "pid": os.getpid(), "alike": alike,
            "threads": torch.get_num_threads(), "device": args.device, "gpus": visible_gpus(), "refusal": ""}
@@ -426,23 +424,8 @@ def assign_devices(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return {"devices": None if on_cpu else devices, "backend": backend, "unlike": unlike, "report": report}
 
 
-# ---- The steps of an epoch -------------------------------------------------------------------------
-class Batch(NamedTuple):
-    """What a training step needs of one micro-batch, on the device of the model."""
-    inputs: Any
-    targets: Any
-    weights: Tensor  # [batch], to be multiplied with the losses: see `batches`
-    ends_step: bool  # whether the optimizer steps after this micro-batch
-    counted: slice  # the samples whose weight is not 0
-    loss_sum: Tensor  # of this rank, on the device, as reading it would wait for it
-
-    def record(self, losses: Tensor) -> None:
-        """Add the losses to those of the epoch. Raises ValueError unless they are [batch], one for each sample."""
-        common.check_one_per_sample("losses", losses, len(self.weights))
-        self.loss_sum.add_(losses.detach()[self.counted].sum(dtype=torch.float64))
-
-
-def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[Batch]:
+# ---- Training and checkpoints ----------------------------------------------------------------------
+def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[common.Batch]:
     """The micro-batches of this rank's shard, from where `state` is in its epoch. A sample's weight is world_size by
     the number of all ranks' samples in the step: DDP divides the sum by world_size, which leaves the mean over it, as
     with one process and whole batches. Samples that DistributedSampler repeats, to pad a shard, have the weight 0."""
@@ -468,7 +451,7 @@ def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[
         if args.precision == "fp16":
             weights = state.scaler.scale(weights)  # so that small gradients do not become 0; unscaled before the step
         ends_step = (i + 1) % args.accumulation_steps == 0 or i + 1 == count
-        yield Batch(inputs, targets, weights, ends_step, counted, state.loss_sum)
+        yield common.Batch(inputs, targets, weights, ends_step, counted, state.loss_sum)
         if ends_step:
             state.step, state.samples = state.step + 1, end
             if args.checkpoint_steps and state.step % args.checkpoint_steps == 0 and i + 1 < count:
@@ -479,7 +462,6 @@ def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[
     print("\r\033[K" * terminal, end="", flush=True)
 
 
-# ---- Training state and checkpoints ----------------------------------------------------------------
 # What a resumed run must have as it was, and what may differ; all else changes nothing, or is about one machine.
 FIXED = ("dataset", "seed", "optimizer")
 VARIABLE = [name[2:] for name in OPTIONS["training"] if name[2:] not in FIXED] + ["checkpoint_steps"]
@@ -601,8 +583,7 @@ def read_checkpoint(path: str, state: TrainState) -> dict[str, Any]:
         if not isinstance(loaded, dict) or set(loaded) != {"model", "optimizer", "scaler", *TrainState.SAVED}:
             raise ValueError("it does not hold what these scripts save")
         for name in (*FIXED, "lengths"):
-            was, now = loaded["made_with"].get(name), state.made_with[name]
-            if was != now:
+            if (was := loaded["made_with"].get(name)) != (now := state.made_with[name]):
                 raise ValueError(f"it was made with {name} {was}, and this run has {now}")
         own = {name: getattr(value, "shape", None) for name, value in common.unwrap(state.model).state_dict().items()}
         for part in ("model", "best_model"):
@@ -639,8 +620,7 @@ def start_or_resume(args: Namespace, state: TrainState, loader: DataLoader) -> N
     state.load_state_dict(loaded)
     if rank == 0:
         was, now = loaded["made_with"], state.made_with
-        within = f", step {state.step} of the next" if state.step else ""
-        show(f"going on from {args.checkpoint}, after epoch {state.epoch}{within}")
+        show(f"going on from {args.checkpoint}, after epoch {state.epoch}" + f", step {state.step}" * bool(state.step))
         changed = [f"--{name} is {now[name]}, was {was.get(name)}" for name in VARIABLE if was.get(name) != now[name]]
         if changed:
             show(f"{'; '.join(changed)}: the bits will differ from those of a run that was not interrupted")
