@@ -450,9 +450,9 @@ def reduce_mean(value: Any, nprocs: Optional[int] = None) -> Tensor:
 
 @torch.no_grad()
 def average_gradients(model: nn.Module) -> None:
-    """Replace each gradient by the mean of all ranks' gradients, after backward; DDP has done so by then. A gradient that
-    is missing on some ranks counts as zero there; one missing on all stays None. Half precision is summed in float32,
-    so that nothing overflows. A sparse gradient stays sparse, but travels dense."""
+    """Replace each gradient by the mean of all ranks' gradients, after backward (DDP has done so by then). One that is
+    missing on some ranks counts as zero there; one missing on all stays None. Half precision is summed in float32, so
+    that nothing overflows. A sparse gradient stays sparse, but travels dense. Needs the gradients' memory once more."""
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters() if rank_and_world_size()[1] > 1 else ():  # a shared parameter comes once
         if parameter.requires_grad:
@@ -544,11 +544,11 @@ def choose_interface(address: str) -> None:
         node_0 = int.from_bytes(socket.inet_aton(socket.gethostbyname(address)), sys.byteorder)
         with open("/proc/net/route") as file:
             for line in file.readlines()[1:]:
-                name, destination, _, _, _, _, _, mask, *_ = line.split()
+                name, destination, _, _, _, _, metric, mask, *_ = line.split()
                 leads_there = node_0 & int(mask, 16) == int(destination, 16)
-                routes.append((leads_there, bin(int(mask, 16)).count("1"), name))
+                routes.append((leads_there, bin(int(mask, 16)).count("1"), -int(metric), name))
     if routes:
-        os.environ["GLOO_SOCKET_IFNAME"] = max(routes)[2]  # the longest mask is that of the nearest network
+        os.environ["GLOO_SOCKET_IFNAME"] = max(routes)[-1]  # the longest mask is that of the nearest network
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ import common
 import torch
 import torch.distributed as dist
 from common import UsageError, checksum, keep_freed_memory, rank_and_world_size
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
