@@ -26,7 +26,7 @@ import zlib
 from argparse import Namespace
 from array import array
 from collections import Counter
-from typing import IO, Any, Callable, Iterator, Optional, Sequence
+from typing import IO, Any, Callable, Iterator, NamedTuple, Optional, Sequence
 
 with warnings.catch_warnings():  # without numpy, which nothing here needs, importing torch gives a warning
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
@@ -36,18 +36,16 @@ import torch.distributed as dist
 import torch.distributed.nn
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
 
 class UsageError(Exception):
-    """A wrong option or an unusable file: one line that says what is wrong and what to do."""
-    exit_code = 2
+    """What one line explains: a wrong option or an unusable file (exit code 2), or a failure while running (1)."""
 
-    def __init__(self, text: str, on_all_ranks: bool = False) -> None:
+    def __init__(self, text: str, on_all_ranks: bool = False, exit_code: int = 2) -> None:
         super().__init__(text)
-        self.on_all_ranks = on_all_ranks  # then local rank 0 alone prints it
+        self.on_all_ranks, self.exit_code = on_all_ranks, exit_code  # on all ranks: local rank 0 alone prints it
 
 
 # ---- The task: replace these four functions by your own --------------------------------------------
@@ -236,19 +234,23 @@ def download(dataset: str, folder: str, timeout: float) -> None:
                          f"another source in {variable}") from None
 
 
-def lock(path: str, timeout: float = 0) -> IO[bytes]:
-    """Lock `path` against other processes of this machine, until the file that is returned is closed or this process
-    ends. Raises TimeoutError if another has it for `timeout` seconds, OSError or ImportError where there are no locks."""
-    import fcntl  # not on Windows
-    name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:16]
-    file, deadline = open(os.path.join(tempfile.gettempdir(), f"ddp-{name}.lock"), "ab"), time.monotonic() + timeout
-    while True:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        if time.monotonic() >= deadline:
-            raise TimeoutError(f"another process has locked {path} for {timeout:g} s (--timeout)")
-        time.sleep(0.1)
+def lock(path: str, timeout: float = 0) -> Any:
+    """Lock `path` against other processes of this machine, until what is returned is closed or this process ends.
+    Raises UsageError if another has it for `timeout` seconds; where there are no locks, says so and goes on."""
+    name, deadline = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:16], time.monotonic() + timeout
+    try:
+        import fcntl  # not on Windows
+        file = open(os.path.join(tempfile.gettempdir(), f"ddp-{name}.lock"), "ab")
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return file
+            if time.monotonic() >= deadline:
+                raise UsageError(f"another process writes {path} now: wait for its end, or name another")
+            time.sleep(0.1)
+    except (ImportError, OSError) as error:
+        print(f"no locks here ({error}): make sure that no other process writes {path}", file=sys.stderr)
+        return contextlib.nullcontext()
 
 
 def replace_file(path: str, write: Callable[[IO[bytes]], Any]) -> None:
@@ -298,36 +300,31 @@ def keep_freed_memory() -> None:
             libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD
 
 
-# ---- Loaders ---------------------------------------------------------------------------------------
+# ---- Loaders, batches and wrappers -----------------------------------------------------------------
 def seed(*numbers: int) -> None:
     """Seed torch and Python's `random`: with one number itself, with several (seed, epoch, rank, …) with a mix."""
-    mixed = int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:7], "big")
-    number = numbers[0] if len(numbers) == 1 else mixed
+    number = numbers[0] if len(numbers) == 1 else random.Random(repr(numbers)).getrandbits(56)
     torch.manual_seed(number)
     random.seed(number)
 
 
-class BatchSampler(torch.utils.data.BatchSampler):
-    """The batches of a shard from `skip` samples on: indices, and numbers by which a worker seeds itself before it reads
-    them. So random numbers of the data depend neither on the number of workers nor on where a run was resumed."""
-    skip, seed = 0, 0
+class Batches(Dataset):
+    """The batches of a shard from `skip` samples on: for DataLoader, what to read, and what reads it. A worker seeds
+    itself for each batch: random numbers depend neither on the workers nor on where a run was resumed."""
+
+    def __init__(self, dataset: Dataset, sampler: Any, batch_size: int, drop_last: bool, seed: int) -> None:
+        self.dataset, self.sampler, self.batch_size, self.drop_last = dataset, sampler, batch_size, drop_last
+        self.seed, self.skip = seed, 0
 
     def __len__(self) -> int:
         left = max(0, len(self.sampler) - self.skip)
         return left // self.batch_size if self.drop_last else math.ceil(left / self.batch_size)
 
     def __iter__(self) -> Iterator[tuple]:
-        indices = itertools.islice(self.sampler, self.skip, None)
         numbers = (self.seed, getattr(self.sampler, "epoch", 0), rank_and_world_size()[0])
+        indices = itertools.islice(self.sampler, self.skip, None)
         for batch in torch.utils.data.BatchSampler(indices, self.batch_size, self.drop_last):
             yield (*numbers, *batch), batch
-
-
-class Batches(Dataset):
-    """Reads batches of a data set: lists of samples, or the tuples that Rows makes."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
 
     def __getitems__(self, request: tuple) -> Any:
         numbers, indices = request
@@ -346,11 +343,11 @@ def collate(batch: Any) -> Any:
 def make_loader(dataset: Dataset, sampler: Any, args: Namespace, device: torch.device,
                 drop_last: bool = False) -> DataLoader:
     """Batches of the samples that `sampler` (any sized iterable of indices) names."""
-    workers, batches = args.num_workers > 0, BatchSampler(sampler, args.batch_size, drop_last)
-    batches.seed = args.seed
+    workers = args.num_workers > 0
     if drop_last and len(sampler) < args.batch_size:
         raise UsageError(f"--drop_last leaves no batch of {args.batch_size}: a shard has {len(sampler)} samples")
-    return DataLoader(Batches(dataset), batch_sampler=batches, collate_fn=getattr(dataset, "collate_fn", collate),
+    batches = Batches(dataset, sampler, args.batch_size, drop_last, args.seed)
+    return DataLoader(batches, batch_sampler=batches, collate_fn=getattr(dataset, "collate_fn", collate),
                       pin_memory=device.type == "cuda", num_workers=args.num_workers, timeout=workers * args.timeout,
                       worker_init_fn=functools.partial(end_with, os.getpid()),
                       # Processes of mp.spawn would spawn their workers, which import torch again.
@@ -400,7 +397,21 @@ def check_one_per_sample(name: str, values: Any, samples: int) -> None:
         raise ValueError(f"{name}() must return one number per sample, a tensor of shape [{samples}], and not {shape}")
 
 
-# ---- Wrappers --------------------------------------------------------------------------------------
+class Batch(NamedTuple):
+    """What a training step needs of one micro-batch, on the device of the model."""
+    inputs: Any
+    targets: Any
+    weights: Tensor  # [batch], to be multiplied with the losses: see runtime.batches
+    ends_step: bool  # whether the optimizer steps after this micro-batch
+    counted: slice  # the samples whose weight is not 0
+    loss_sum: Tensor  # of this rank, on the device, as reading it would wait for it
+
+    def record(self, losses: Tensor) -> None:
+        """Add the losses to those of the epoch. Raises ValueError unless they are [batch], one for each sample."""
+        check_one_per_sample("losses", losses, len(self.weights))
+        self.loss_sum.add_(losses.detach()[self.counted].sum(dtype=torch.float64))
+
+
 class Autocast(nn.Module):
     """Runs a module in bf16 or fp16 where that is safe; what it returns is float32. It is a module, and inside
     DataParallel, since the dtype of autocast is not passed on to the threads that DataParallel starts."""
@@ -425,6 +436,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 # ---- Collectives -----------------------------------------------------------------------------------
 BUCKET_BYTES = 25 * 1024 * 1024  # as DDP's own buckets
+LOOPBACK = r"localhost$|127\.|\[?::1"
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -457,10 +469,9 @@ def reduce_mean(value: Any, nprocs: Optional[int] = None) -> Tensor:
 
 @torch.no_grad()
 def average_gradients(model: nn.Module) -> None:
-    """Replace each gradient by the mean of all ranks' gradients; call it after backward and before the step. Not needed
-    with DDP, which has averaged by the end of backward. A gradient that is missing on some ranks counts as zero there;
-    one missing on all stays None. Half precision is summed in float32, so that nothing overflows. A sparse gradient
-    stays sparse, but travels dense. Takes the memory of the gradients once more, and keeps none of it."""
+    """Replace each gradient by the mean of all ranks' gradients, after backward (DDP has done so by then). One that is
+    missing on some ranks counts as zero there; one missing on all stays None. Half precision is summed in float32, so
+    that nothing overflows. A sparse gradient stays sparse, but travels dense. Needs the gradients' memory once more."""
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters() if rank_and_world_size()[1] > 1 else ():  # a shared parameter comes once
         if parameter.requires_grad:
@@ -493,16 +504,15 @@ def dense_gradient(parameter: nn.Parameter) -> Tensor:
         return grad.to_dense()
     if grad is not None and 0 not in grad.stride():
         return grad
-    with torch.inference_mode(False):  # missing, or expanded: many elements in one place
-        zeros = torch.zeros_like(parameter)  # with its layout, by which fused optimizers go
-        return zeros if grad is None else zeros.copy_(grad)
+    zeros = torch.zeros_like(parameter)  # with its layout, by which fused optimizers go
+    return zeros if grad is None else zeros.copy_(grad)  # an expanded one has many elements in one place
 
 
 @torch.no_grad()
 def average_batch_norm(model: nn.Module, loss_sum: Optional[Tensor] = None) -> None:
     """Give all ranks the mean of BatchNorm's running statistics, which each has from its own shard, and the sum of
     `loss_sum`, a float64 number: in place, by one all-reduce. No other buffer is touched."""
-    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
     values = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
     values += [] if loss_sum is None else [loss_sum]
     if values and dist.is_initialized():
@@ -517,9 +527,15 @@ def broadcast(value: Any) -> Any:
     rank, world_size = rank_and_world_size()
     if world_size == 1:
         return value
-    tensors, file = [], io.BytesIO()
+
+    def send(row: Tensor) -> None:
+        for piece in row.split(BUCKET_BYTES):
+            moved = piece.to(comm_device())
+            dist.broadcast(moved, src=0)
+            piece.copy_(moved)
+
     # First the structure, in which each tensor is one element that is expanded to its shape; then what is in them.
-    map_tensors(tensors.append, value)
+    tensors, file = [], io.BytesIO()
     torch.save(map_tensors(lambda tensor: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape), value), file)
     size = torch.tensor([file.tell()])
     send(size)
@@ -527,19 +543,11 @@ def broadcast(value: Any) -> Any:
     send(structure)
     if rank > 0:
         value = torch.load(io.BytesIO(bytes(structure.tolist())), weights_only=True)
-        value, tensors = map_tensors(lambda small: torch.empty(small.shape, dtype=small.dtype), value), []
-        map_tensors(tensors.append, value)
+        value = map_tensors(lambda small: torch.empty(small.shape, dtype=small.dtype), value)
+    map_tensors(tensors.append, value)
     for tensor in tensors:
         send(tensor.contiguous().view(-1).view(torch.uint8))
     return value
-
-
-def send(row: Tensor) -> None:
-    """Rank 0's `row` on every rank, in place."""
-    for piece in row.split(BUCKET_BYTES):
-        moved = piece.to(comm_device())
-        dist.broadcast(moved, src=0)
-        piece.copy_(moved)
 
 
 def warm_up(model: nn.Module, loader: DataLoader) -> None:
@@ -560,20 +568,15 @@ def choose_interface(address: str) -> None:
     if on_one_node or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with contextlib.suppress(OSError, ValueError):  # another system, or a name that is unknown
-        node_0 = ipaddress.ip_address(socket.getaddrinfo(address.strip("[]"), None)[0][4][0])
-        found = [(node_0 in network, network.prefixlen, name) for network, name in routes() if name != "lo"]
+        node_0, routes = ipaddress.ip_address(socket.getaddrinfo(address.strip("[]"), None)[0][4][0]), []
+        with open("/proc/net/route") as ipv4, open("/proc/net/ipv6_route") as ipv6:
+            for name, destination, _, _, _, _, _, mask, *_ in map(str.split, ipv4.readlines()[1:]):
+                network, bits = (ipaddress.ip_address(bytes.fromhex(digits)[::-1]) for digits in (destination, mask))
+                routes.append((ipaddress.ip_network(f"{network}/{bits}"), name))
+            for line in map(str.split, ipv6):
+                routes.append((ipaddress.ip_network((bytes.fromhex(line[0]), int(line[1], 16))), line[-1]))
+        found = [(node_0 in network, network.prefixlen, name) for network, name in routes if name != "lo"]
         os.environ["GLOO_SOCKET_IFNAME"] = max(found)[2]  # the longest prefix is that of the nearest network
-
-
-def routes() -> Iterator[tuple[Any, str]]:
-    """(network, interface) of the routes that Linux has for IPv4 and IPv6."""
-    with open("/proc/net/route") as file:
-        for name, address, _, _, _, _, _, mask, *_ in map(str.split, file.readlines()[1:]):
-            numbers = [ipaddress.ip_address(bytes.fromhex(digits)[::-1]) for digits in (address, mask)]
-            yield ipaddress.ip_network("{}/{}".format(*numbers)), name
-    with open("/proc/net/ipv6_route") as file:
-        for line in map(str.split, file):
-            yield ipaddress.ip_network((bytes.fromhex(line[0]), int(line[1], 16))), line[-1]
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@
 """
 import contextlib
 import os
-import sys
 from argparse import Namespace
 
 import common
@@ -54,7 +53,7 @@ def worker(args: Namespace) -> None:
         else:
             train(rank, world_size, device, data, args)
     finally:
-        leave(args.timeout)
+        leave()
 
 
 def train(rank: int, world_size: int, device: torch.device, data: tuple, args: Namespace) -> None:
@@ -116,18 +115,15 @@ def train_one_epoch(model: nn.Module, loader: DataLoader, state: runtime.TrainSt
                 common.average_gradients(model)  # after backward: before it, there are only the last step's gradients
             state.optimizer_step()
             state.optimizer.zero_grad()  # or the next step's gradients are added to these
-    # One all-reduce: the mean of BatchNorm's statistics, which each rank has from its own shard, and the sum of losses.
-    return state.end_training()
+    return state.end_training()  # one all-reduce: the sum of losses, and the mean of the shards' BatchNorm statistics
 
 
-def leave(timeout: float) -> None:
+def leave() -> None:
     """End the process group; to be called when `train` has returned or failed."""
-    # DDP 9: destroy the group once nothing refers to it; otherwise its threads may abort the interpreter at exit.
-    # The DDP wrapper refers to it, and lives on in cycles, until they are collected, and in a traceback's frames.
+    # DDP 9: destroy the group once nothing refers to it (DDP wrapper, traceback), or its threads may abort at exit.
     runtime.drop_references()
     if dist.is_initialized():
         dist.destroy_process_group()
-    runtime.let_the_first_speak(sys.exc_info()[1], timeout)
 
 
 def main() -> None:

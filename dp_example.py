@@ -51,8 +51,7 @@ def demonstrate(args: Namespace) -> None:
     model = Model(args.input_size, args.output_size)
     if device.type == "cuda" and torch.cuda.device_count() > 1:
         print("Let's use", torch.cuda.device_count(), "GPUs!")
-        # A batch of 30 is split along dimension 0: 10 each for three GPUs.
-        model = nn.DataParallel(model)
+        model = nn.DataParallel(model)  # splits a batch of 30 along dimension 0: 10 each for three GPUs
     model.to(device)
     for data in loader:
         inputs = data.to(device)

@@ -17,10 +17,9 @@ import threading
 import time
 import traceback
 import warnings
-import zlib
 from argparse import Namespace
 from datetime import timedelta
-from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Iterator, Optional, Sequence
 
 import common
 import torch
@@ -37,20 +36,25 @@ warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
 
 
 # ---- Processes and errors --------------------------------------------------------------------------
-class Failure(UsageError):
-    """A failure while running that one line explains better than a traceback."""
-    exit_code = 1
-
-
 @contextlib.contextmanager
 def errors_in_one_line(local_rank: int = 0) -> Iterator[None]:
-    """Report a UsageError as one line on standard error and exit code 2, a Failure with exit code 1."""
+    """Report a UsageError as one line on standard error and exit code."""
     try:
         yield
     except UsageError as error:
-        time.sleep(5 if local_rank > 0 else 0)  # local rank 0 says the same, and the launcher ends the others
-        say(f"error: {error}")
+        if local_rank > 0:
+            time.sleep(5)  # local rank 0 says the same, and the launcher ends the others
+        if local_rank == 0 or not error.on_all_ranks:
+            say(f"error: {error}")
         sys.exit(error.exit_code)
+    except RuntimeError as error:
+        if re.match("(?is)(?!.*timed out).*(gloo|nccl|connection)", str(error)):
+            time.sleep(2)  # the connection to a rank that failed: let that one end first, as launchers report the first
+        raise
+    except ValueError as error:
+        if "Expected more than 1 value per channel" in str(error):
+            error.args = (f"{error}\nBatchNorm cannot train on a last batch of one sample: --drop_last leaves it out",)
+        raise
 
 
 def run(main: Callable[[], None]) -> None:
@@ -67,31 +71,27 @@ def say(text: str) -> None:
 
 
 def show(text: str) -> None:
-    """Print lines of results. Raises Failure if standard output is closed or full."""
+    """Print lines of results. Raises UsageError if standard output is closed or full."""
     try:
         print(text + "\n", end="", flush=True)  # in one write
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own flush at the end fails again
-        raise Failure(f"standard output cannot be written ({error.strerror}); what is done is saved") from None
+        raise UsageError(f"standard output: {error.strerror}; what is done is saved", exit_code=1) from None
 
 
 def end_on_signals() -> None:
     """Have Ctrl-C and SIGTERM end this process at once, without a traceback; files stay whole."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if os.getpid() == 1:  # in a container: there Linux ignores signals that have no handler
+    child = os.fork() if os.getpid() == 1 else 0  # in a container, where Linux ignores signals to process 1
+    if child:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _: os._exit(128 + number))
+            signal.signal(number, lambda number, _: os.kill(child, number))
+        status = os.waitpid(child, 0)[1]
+        os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
 
 
 # ---- Options ---------------------------------------------------------------------------------------
-class Parser(argparse.ArgumentParser):
-    """Reports a mistake as a UsageError, in one line."""
-
-    def error(self, message: str) -> Any:
-        raise UsageError(f"{message} (--help lists the options)")
-
-
 def number(kind: Callable[[str], Any], low: float, high: float = 2**31 - 1) -> Callable[[str], Any]:
     """An option type: an int or a float, as `kind` says, from `low` to `high`."""
     def parse(text: str) -> Any:
@@ -149,10 +149,16 @@ def add_option(group: Any, *names: str, **settings: Any) -> None:
         group.add_argument(names[-1].replace("_", "-"), **{**settings, **hidden})
 
 
-def make_parser(description: Optional[str], ddp: bool = True) -> Parser:
+def make_parser(description: Optional[str], ddp: bool = True) -> argparse.ArgumentParser:
     """The options of all three scripts; `ddp` adds those that need several processes."""
-    parser = Parser(description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-                    usage="%(prog)s [options]", epilog="Long options may have dashes: --batch-size 50.")
+    parser = argparse.ArgumentParser(
+        description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [options]", epilog="Long options may have dashes: --batch-size 50.")
+
+    def refuse(message: str) -> None:
+        raise UsageError(f"{message} (--help lists the options)")
+
+    parser.error = refuse
     parser.set_defaults(**DDP_ONLY)
     for title, options in OPTIONS.items():
         group = parser.add_argument_group(title)
@@ -173,11 +179,10 @@ LAUNCHERS = {  # variables of rank, local rank, world size and local world size;
 
 def find_launcher() -> str:
     """The launcher that has started this process as one of several, or torchrun as the only one; "" without one."""
-    env = os.environ
-    if "RANK" in env or "WORLD_SIZE" in env:
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return "torchrun"
-    found = [name for name, (_, _, size, _) in LAUNCHERS.items() if env.get(size, "1") != "1"]
-    if found[:1] == ["mpirun of MPICH"] and "MPI_LOCALRANKID" not in env and "srun" in found:
+    found = [name for name, (_, _, size, _) in LAUNCHERS.items() if os.environ.get(size, "1") != "1"]
+    if found[:1] == ["mpirun of MPICH"] and "MPI_LOCALRANKID" not in os.environ and "srun" in found:
         return "srun"  # with --mpi=pmi2, which sets some of MPICH's variables
     return (found or [""])[0]
 
@@ -203,6 +208,9 @@ def launched_ranks(args: Namespace) -> tuple:
         elif local_size == size:  # one node, where all ranks have the same parent
             env.setdefault("MASTER_ADDR", "127.0.0.1")
             env.setdefault("MASTER_PORT", str(10000 + PARENT % 20000))
+        elif not env.get("MASTER_ADDR") or not env.get("MASTER_PORT"):
+            raise UsageError(f"{name} on several nodes needs MASTER_ADDR and MASTER_PORT of rank 0: export them, with "
+                             "Open MPI by mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 …")
         ranks = int(rank), int(local_rank), int(size), int(local_size)
         fits = 0 <= ranks[0] < ranks[2] and 0 <= ranks[1] < ranks[3] and 0 < int(env["MASTER_PORT"]) < 65536
         if not fits or not env["MASTER_ADDR"]:
@@ -229,7 +237,7 @@ def address_of_node_0(args: Namespace) -> tuple[str, int]:
     address = args.master_addr or os.environ.get("MASTER_ADDR")
     port = str(args.master_port or os.environ.get("MASTER_PORT"))
     if not address or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UsageError(f"-n {args.nodes} needs --master_addr and --master_port, or MASTER_ADDR and MASTER_PORT, of node 0")
+        raise UsageError(f"-n {args.nodes} needs --master_addr and --master_port, or MASTER_ADDR and MASTER_PORT")
     return address, int(port)
 
 
@@ -246,12 +254,15 @@ def make_store(address: str, port: int, timeout: float, is_master: bool) -> dist
 
 
 def launched_store(launched: tuple, address: str, port: int, timeout: float) -> dist.Store:
-    """The store at the launcher's address and port, which torchrun keeps itself, and else rank 0. On one node, names in
-    it are of this attempt: torchrun keeps it when it restarts the processes."""
-    rank, _, world_size, local_world_size = launched
-    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if world_size == local_world_size else ""
-    return dist.PrefixStore(attempt, make_store(address, port, timeout, is_master))
+    """The store at the launcher's address and port, which torchrun keeps itself, and else rank 0. Names in it are of
+    this step or mpirun or, since torchrun keeps the store when it restarts the processes, of this attempt."""
+    (rank, _, world_size, local_world_size), env = launched, os.environ
+    run = {"torchrun": env.get("TORCHELASTIC_RESTART_COUNT", ""), "srun": ""}.get(find_launcher(), str(PARENT))
+    if world_size != local_world_size:  # other nodes have other parents, and may count other attempts
+        run = ""
+    run += ".".join(env.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if find_launcher() == "srun")
+    is_master = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return dist.PrefixStore(run, make_store(address, port, timeout, is_master))
 
 
 class Joining:
@@ -318,12 +329,6 @@ class Joining:
             return {"error": str(error)}
 
 
-def let_the_first_speak(error: Optional[BaseException], timeout: float) -> None:
-    """Wait if `error` is a lost connection: the launcher ends all when one rank has ended, and reports that one."""
-    if isinstance(error, RuntimeError) and re.match("(?is)(?!.*timed out).*(gloo|nccl|connection)", str(error)):
-        time.sleep(min(5, timeout / 2))
-
-
 def drop_references() -> None:
     """Let go of what holds the process group, so that destroy_process_group ends it, and its threads with it."""
     traceback.clear_frames(sys.exc_info()[2])
@@ -341,7 +346,7 @@ def describe(rank: int, local_rank: int, world_size: int, args: Namespace, data:
     alike = {f"--{name}": value for name, value in vars(args).items() if name not in OF_ONE_MACHINE}
     alike["--learning_rate"] = args.learning_rate or common.OPTIMIZERS[args.optimizer][2]
     for path in filter(os.path.isfile, (sys.argv[0], __file__, common.__file__)):
-        alike[os.path.basename(path)] = f"checksum {zlib.crc32(common.read_file(path, 'code')):08x}"
+        alike[os.path.basename(path)] = f"checksum {checksum(common.read_file(path, 'code').decode()):08x}"
     alike.update({"torch": torch.__version__, "a world size of": world_size})
     own = {"rank": rank, "local_rank": local_rank, "host": socket.gethostname(), "pid": os.getpid(), "alike": alike,
            "threads": torch.get_num_threads(), "device": args.device, "gpus": visible_gpus(), "refusal": ""}
@@ -372,7 +377,7 @@ def roll_call(joining: Optional[Joining], store: Optional[dist.Store], local_ran
         joining.missing = "the connections to the others, which are all there"
         if "error" in answer:
             time.sleep(0 if rank else 3)  # rank 0, or its parent, has the store: the others read the answer first
-            raise UsageError(answer["error"])
+            raise UsageError(answer["error"], on_all_ranks=True)
     if rank == 0:
         show("\n".join(answer["report"] + ([] if args.check else answer["unlike"])))
     device = torch.device("cpu") if answer["devices"] is None else torch.device("cuda", answer["devices"][rank])
@@ -426,23 +431,8 @@ def assign_devices(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return {"devices": None if on_cpu else devices, "backend": backend, "unlike": unlike, "report": report}
 
 
-# ---- The steps of an epoch -------------------------------------------------------------------------
-class Batch(NamedTuple):
-    """What a training step needs of one micro-batch, on the device of the model."""
-    inputs: Any
-    targets: Any
-    weights: Tensor  # [batch], to be multiplied with the losses: see `batches`
-    ends_step: bool  # whether the optimizer steps after this micro-batch
-    counted: slice  # the samples whose weight is not 0
-    loss_sum: Tensor  # of this rank, on the device, as reading it would wait for it
-
-    def record(self, losses: Tensor) -> None:
-        """Add the losses to those of the epoch. Raises ValueError unless they are [batch], one for each sample."""
-        common.check_one_per_sample("losses", losses, len(self.weights))
-        self.loss_sum.add_(losses.detach()[self.counted].sum(dtype=torch.float64))
-
-
-def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[Batch]:
+# ---- Training and checkpoints ----------------------------------------------------------------------
+def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[common.Batch]:
     """The micro-batches of this rank's shard, from where `state` is in its epoch. A sample's weight is world_size by
     the number of all ranks' samples in the step: DDP divides the sum by world_size, which leaves the mean over it, as
     with one process and whole batches. Samples that DistributedSampler repeats, to pad a shard, have the weight 0."""
@@ -468,7 +458,7 @@ def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[
         if args.precision == "fp16":
             weights = state.scaler.scale(weights)  # so that small gradients do not become 0; unscaled before the step
         ends_step = (i + 1) % args.accumulation_steps == 0 or i + 1 == count
-        yield Batch(inputs, targets, weights, ends_step, counted, state.loss_sum)
+        yield common.Batch(inputs, targets, weights, ends_step, counted, state.loss_sum)
         if ends_step:
             state.step, state.samples = state.step + 1, end
             if args.checkpoint_steps and state.step % args.checkpoint_steps == 0 and i + 1 < count:
@@ -479,7 +469,6 @@ def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[
     print("\r\033[K" * terminal, end="", flush=True)
 
 
-# ---- Training state and checkpoints ----------------------------------------------------------------
 # What a resumed run must have as it was, and what may differ; all else changes nothing, or is about one machine.
 FIXED = ("dataset", "seed", "optimizer")
 VARIABLE = [name[2:] for name in OPTIONS["training"] if name[2:] not in FIXED] + ["checkpoint_steps"]
@@ -556,15 +545,20 @@ class TrainState:
         return {"model": common.unwrap(self.model).state_dict(), "optimizer": self.optimizer.state_dict(),
                 "scaler": self.scaler.state_dict(), **{name: getattr(self, name) for name in self.SAVED}}
 
-    def load_state_dict(self, content: dict[str, Any]) -> None:
-        """The inverse of `state_dict`. The optimizer's settings (learning rate, fused, …) stay this run's own."""
-        common.unwrap(self.model).load_state_dict(content["model"])
+    def load_state_dict(self, part: Callable[[str], Any]) -> None:
+        """The inverse of `state_dict`, of which `part` returns an item. The optimizer's settings stay this run's own."""
+        common.unwrap(self.model).load_state_dict(part("model"))
         own = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({**content["optimizer"], "param_groups": own})
-        if content["scaler"] and self.scaler.is_enabled():
-            self.scaler.load_state_dict(content["scaler"])
+        self.optimizer.load_state_dict({**part("optimizer"), "param_groups": own})
+        for parameter, values in self.optimizer.state.items():
+            for name, value in values.items():  # laid out as its parameter: fused optimizers go by the place in memory
+                if value.shape == parameter.shape and value.stride() != parameter.stride():
+                    values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        scaler = part("scaler")
+        if scaler and self.scaler.is_enabled():
+            self.scaler.load_state_dict(scaler)
         for name in self.SAVED[:-1]:
-            setattr(self, name, content[name])
+            setattr(self, name, part(name))
 
     def save(self, path: Optional[str]) -> None:
         """Write a checkpoint, on rank 0 of the world alone; do nothing without a path."""
@@ -587,10 +581,11 @@ class TrainState:
 
 
 def finite(loss: float, name: str) -> float:
-    """The loss; raises Failure if it is not finite."""
+    """The loss; raises UsageError if it is not finite."""
     if math.isfinite(loss):
         return loss
-    raise Failure(f"the {name} is {loss}, training has diverged: try a lower --learning_rate, or --max_grad_norm 1")
+    raise UsageError(f"the {name} is {loss}, training has diverged: try another --learning_rate, --max_grad_norm or "
+                     "--precision", exit_code=1)
 
 
 def read_checkpoint(path: str, state: TrainState) -> dict[str, Any]:
@@ -601,8 +596,7 @@ def read_checkpoint(path: str, state: TrainState) -> dict[str, Any]:
         if not isinstance(loaded, dict) or set(loaded) != {"model", "optimizer", "scaler", *TrainState.SAVED}:
             raise ValueError("it does not hold what these scripts save")
         for name in (*FIXED, "lengths"):
-            was, now = loaded["made_with"].get(name), state.made_with[name]
-            if was != now:
+            if (was := loaded["made_with"].get(name)) != (now := state.made_with[name]):
                 raise ValueError(f"it was made with {name} {was}, and this run has {now}")
         own = {name: getattr(value, "shape", None) for name, value in common.unwrap(state.model).state_dict().items()}
         for part in ("model", "best_model"):
@@ -625,22 +619,20 @@ def start_or_resume(args: Namespace, state: TrainState, loader: DataLoader) -> N
             state.lock = common.lock(args.checkpoint)  # for as long as the state exists
             if args.resume and os.path.exists(args.checkpoint):
                 loaded = read_checkpoint(args.checkpoint, state)
-        except TimeoutError:
-            loaded = f"--checkpoint {args.checkpoint}: another run writes it now; name another file"
         except UsageError as error:
-            loaded = str(error)
-    loaded = common.broadcast(loaded)
-    if isinstance(loaded, str):
-        raise UsageError(loaded)
-    if loaded is None:
+            loaded = f"--checkpoint: {error}"
+    found = common.broadcast(loaded and (loaded if isinstance(loaded, str) else "a checkpoint"))
+    if found is None:
         return
+    if found != "a checkpoint":
+        raise UsageError(found, on_all_ranks=True)
     if isinstance(state.model, DDP):
         common.warm_up(state.model, loader)
-    state.load_state_dict(loaded)
+    # Part by part: the other ranks then hold no more than what they keep.
+    state.load_state_dict(lambda name: common.broadcast(loaded[name] if rank == 0 else None))
     if rank == 0:
         was, now = loaded["made_with"], state.made_with
-        within = f", step {state.step} of the next" if state.step else ""
-        show(f"going on from {args.checkpoint}, after epoch {state.epoch}{within}")
+        show(f"going on from {args.checkpoint}, after epoch {state.epoch}" + f", step {state.step}" * bool(state.step))
         changed = [f"--{name} is {now[name]}, was {was.get(name)}" for name in VARIABLE if was.get(name) != now[name]]
         if changed:
             show(f"{'; '.join(changed)}: the bits will differ from those of a run that was not interrupted")
