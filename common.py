@@ -28,9 +28,8 @@ from array import array
 from collections import Counter
 from typing import IO, Any, Callable, Iterator, NamedTuple, Optional, Sequence
 
-with warnings.catch_warnings():  # without numpy, which nothing here needs, importing torch gives a warning
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    import torch
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # which nothing here needs
+import torch
 import torch.distributed as dist
 # Imported now; if DDP imports it later, the default arguments of its functions keep the process group alive for ever.
 import torch.distributed.nn
@@ -69,8 +68,7 @@ def load_data(args: Namespace) -> tuple[Dataset, Dataset, Dataset]:
 def build_model(args: Namespace, train: Dataset) -> nn.Module:
     """A module that maps a batch of inputs to logits [batch, classes]; `train` is the training data set."""
     if args.dataset == "MNIST":
-        # Convolutions on CPUs and GPUs are faster in this memory format. One channel: the input needs no conversion.
-        return ConvNet().to(memory_format=torch.channels_last)
+        return ConvNet().to(memory_format=torch.channels_last)  # faster; an input of one channel needs no conversion
     if args.dataset == "Subj":  # the mean of the words' embeddings, without the padding, and a linear layer
         words = nn.EmbeddingBag(int(train.tensors[0].max()) + 1, 96, mode="mean", padding_idx=0)
         nn.init.normal_(words.weight, 0, 0.1)
@@ -293,11 +291,10 @@ def end_with(parent: int, _: int = 0) -> None:
 
 def keep_freed_memory() -> None:
     """Have glibc keep the memory of tensors that come and go in each step: new pages would have to be cleared."""
-    if sys.platform == "linux" and not any(name.startswith("MALLOC_") for name in os.environ):
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):  # not in musl
-            libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
-            libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):  # musl has none
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD
 
 
 # ---- Loaders, batches and wrappers -----------------------------------------------------------------
@@ -450,10 +447,9 @@ def comm_device() -> torch.device:
 
 
 def reduce_mean(value: Any, nprocs: Optional[int] = None) -> Tensor:
-    """The mean of `value`, a real tensor of any shape or a Python number, over all ranks, which must all call it, with
-    the same shape. Returns a new, detached tensor on the device of `value`: floating tensors in their own dtype, all
-    else in float64, in which the sum is made, so that dtypes may differ. Raises TypeError for complex numbers, and
-    ValueError if `nprocs`, which the notes' function of this name has, is not the world size."""
+    """The mean of `value`, a real tensor of any shape or a Python number, over all ranks, which must all call it, as a
+    new, detached tensor on the device of `value`: floating tensors in their own dtype, all else in float64. Raises
+    TypeError for complex numbers, and ValueError if `nprocs`, an argument of the notes, is not the world size."""
     world_size = rank_and_world_size()[1]
     if nprocs is not None and nprocs != world_size:
         raise ValueError(f"reduce_mean: nprocs is {nprocs}, but the world size is {world_size}")
@@ -502,9 +498,10 @@ def dense_gradient(parameter: nn.Parameter) -> Tensor:
     grad = parameter.grad
     if grad is not None and grad.is_sparse:
         return grad.to_dense()
-    if grad is not None and 0 not in grad.stride():
+    if grad is not None and 0 not in grad.stride() and not grad.is_conj() and not grad.is_neg():
         return grad
-    zeros = torch.zeros_like(parameter)  # with its layout, by which fused optimizers go
+    with torch.inference_mode(False):  # or it could not be used outside of it
+        zeros = torch.zeros_like(parameter)  # with its layout, by which fused optimizers go
     return zeros if grad is None else zeros.copy_(grad)  # an expanded one has many elements in one place
 
 
@@ -568,13 +565,13 @@ def choose_interface(address: str) -> None:
     if on_one_node or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with contextlib.suppress(OSError, ValueError):  # another system, or a name that is unknown
-        node_0, routes = ipaddress.ip_address(socket.getaddrinfo(address.strip("[]"), None)[0][4][0]), []
+        node_0 = ipaddress.ip_address(socket.getaddrinfo(address.strip("[]"), None)[0][4][0])
         with open("/proc/net/route") as ipv4, open("/proc/net/ipv6_route") as ipv6:
-            for name, destination, _, _, _, _, _, mask, *_ in map(str.split, ipv4.readlines()[1:]):
-                network, bits = (ipaddress.ip_address(bytes.fromhex(digits)[::-1]) for digits in (destination, mask))
-                routes.append((ipaddress.ip_network(f"{network}/{bits}"), name))
-            for line in map(str.split, ipv6):
-                routes.append((ipaddress.ip_network((bytes.fromhex(line[0]), int(line[1], 16))), line[-1]))
+            routes = [(ipaddress.ip_network((bytes.fromhex(row[0]), int(row[1], 16))), row[-1])
+                      for row in map(str.split, ipv6)]
+            for name, *digits in map(str.split, ipv4.readlines()[1:]):
+                network, mask = (ipaddress.ip_address(bytes.fromhex(digits[i])[::-1]) for i in (0, 6))
+                routes.append((ipaddress.ip_network(f"{network}/{mask}"), name))
         found = [(node_0 in network, network.prefixlen, name) for network, name in routes if name != "lo"]
         os.environ["GLOO_SOCKET_IFNAME"] = max(found)[2]  # the longest prefix is that of the nearest network
 

@@ -3,24 +3,23 @@
     python ddp_launch.py                                         # one process, without a launcher or a process group
     torchrun --nproc_per_node=2 ddp_launch.py                    # two processes on this machine
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=2 --master_addr=HOST --master_port=PORT ddp_launch.py
-                                                                 # first of two machines; on the other --node_rank=1
     python -m torch.distributed.launch --nproc_per_node=2 ddp_launch.py                      # torchrun's predecessor
-    srun --nodes=2 --ntasks-per-node=2 python ddp_launch.py      # Slurm starts every process
+    mpirun -np 2 python ddp_launch.py
+    srun --nodes=2 --ntasks-per-node=2 python ddp_launch.py
 
 `grep -n 'DDP [0-9]' ddp_launch.py` prints the recipe; `diff ddp_spawn.py ddp_launch.py`, what the launch changes.
 """
 import contextlib
 import os
 from argparse import Namespace
+from typing import Any
 
 import common
 import runtime
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 
@@ -60,7 +59,6 @@ def train(rank: int, world_size: int, device: torch.device, data: tuple, args: N
     """What every process does, each with its own part of the data."""
     is_main = rank == 0  # DDP 4: one process of the whole world prints and writes; each node has a local rank 0
     train_data, valid_data, test_data = data
-
     # DDP 5: the same seed, so all ranks begin with the same weights; the wrapper averages gradients in backward.
     common.seed(args.seed)
     model = common.build_model(args, train_data).to(device)
@@ -73,14 +71,12 @@ def train(rank: int, world_size: int, device: torch.device, data: tuple, args: N
         # gradients twice, in the parameters and in the buckets in which they travel.
         model = DDP(model, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False,
                     gradient_as_bucket_view=True)
-
     # DDP 6: each rank trains on its own shard. Padded to equal length, as ranks must take equally many steps.
     sampler = DistributedSampler(train_data, num_replicas=world_size, rank=rank, seed=args.seed)
     train_loader = common.make_loader(train_data, sampler, args, device, drop_last=args.drop_last)
     # Evaluation needs no equal steps: shards without padding, so that no sample counts twice.
     valid_loader = common.make_loader(valid_data, range(rank, len(valid_data), world_size), args, device)
     test_loader = common.make_loader(test_data, range(rank, len(test_data), world_size), args, device)
-
     state = runtime.TrainState(model, args, data)
     runtime.start_or_resume(args, state, train_loader)
     for epoch in range(state.epoch, args.epochs):
@@ -91,14 +87,13 @@ def train(rank: int, world_size: int, device: torch.device, data: tuple, args: N
         if is_main:
             state.save(args.checkpoint)
             runtime.log(args, state)
-
     state.load_best()
     test_loss, test_score = common.evaluate(model, test_loader)
     if is_main:
         runtime.log(args, state, test_loss, test_score)
 
 
-def train_one_epoch(model: nn.Module, loader: DataLoader, state: runtime.TrainState, args: Namespace) -> dict:
+def train_one_epoch(model: torch.nn.Module, loader: Any, state: runtime.TrainState, args: Namespace) -> dict:
     """Train on this rank's shard; returns the figures of all ranks together."""
     no_sync = model.no_sync if isinstance(model, DDP) else contextlib.nullcontext
     model.train()

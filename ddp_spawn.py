@@ -1,8 +1,7 @@
 """DistributedDataParallel, processes started by torch.multiprocessing.spawn: nothing but Python is needed.
 
     python ddp_spawn.py -n 1 -g 2                                # two processes on this machine
-    python ddp_spawn.py -n 2 -g 2 -nr 0 --master_addr HOST --master_port PORT
-                                                                 # first of two machines; on the other -nr 1
+    python ddp_spawn.py -n 2 -g 2 -nr 0 --master_addr HOST --master_port PORT     # first of two machines; then -nr 1
 
 `grep -n 'DDP [0-9]' ddp_spawn.py` prints the recipe; `diff ddp_spawn.py ddp_launch.py`, what the launch changes.
 """
@@ -10,15 +9,14 @@ import contextlib
 import os
 import sys
 from argparse import Namespace
+from typing import Any
 
 import common
 import runtime
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 
@@ -52,7 +50,6 @@ def train(rank: int, world_size: int, device: torch.device, data: tuple, args: N
     """What every process does, each with its own part of the data."""
     is_main = rank == 0  # DDP 4: one process of the whole world prints and writes; each node has a local rank 0
     train_data, valid_data, test_data = data
-
     # DDP 5: the same seed, so all ranks begin with the same weights; the wrapper averages gradients in backward.
     common.seed(args.seed)
     model = common.build_model(args, train_data).to(device)
@@ -65,14 +62,12 @@ def train(rank: int, world_size: int, device: torch.device, data: tuple, args: N
         # gradients twice, in the parameters and in the buckets in which they travel.
         model = DDP(model, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False,
                     gradient_as_bucket_view=True)
-
     # DDP 6: each rank trains on its own shard. Padded to equal length, as ranks must take equally many steps.
     sampler = DistributedSampler(train_data, num_replicas=world_size, rank=rank, seed=args.seed)
     train_loader = common.make_loader(train_data, sampler, args, device, drop_last=args.drop_last)
     # Evaluation needs no equal steps: shards without padding, so that no sample counts twice.
     valid_loader = common.make_loader(valid_data, range(rank, len(valid_data), world_size), args, device)
     test_loader = common.make_loader(test_data, range(rank, len(test_data), world_size), args, device)
-
     state = runtime.TrainState(model, args, data)
     runtime.start_or_resume(args, state, train_loader)
     for epoch in range(state.epoch, args.epochs):
@@ -83,14 +78,13 @@ def train(rank: int, world_size: int, device: torch.device, data: tuple, args: N
         if is_main:
             state.save(args.checkpoint)
             runtime.log(args, state)
-
     state.load_best()
     test_loss, test_score = common.evaluate(model, test_loader)
     if is_main:
         runtime.log(args, state, test_loss, test_score)
 
 
-def train_one_epoch(model: nn.Module, loader: DataLoader, state: runtime.TrainState, args: Namespace) -> dict:
+def train_one_epoch(model: torch.nn.Module, loader: Any, state: runtime.TrainState, args: Namespace) -> dict:
     """Train on this rank's shard; returns the figures of all ranks together."""
     no_sync = model.no_sync if isinstance(model, DDP) else contextlib.nullcontext
     model.train()
@@ -127,8 +121,8 @@ def main() -> None:
     runtime.add_option(group, "--master_addr", help="address of machine 0, if there are more (default: MASTER_ADDR)")
     runtime.add_option(group, "--master_port", type=runtime.number(int, 1, 65535), help="port (default: MASTER_PORT)")
     args = parser.parse_args()
-    if args.nodes == 1:
-        runtime.refuse_launcher("ddp_spawn.py")
+    if args.nodes == 1 and runtime.find_launcher():
+        raise common.UsageError("ddp_spawn.py starts its own processes: start it with python, or use ddp_launch.py")
     address, port = runtime.address_of_node_0(args)
     # Find mistakes before anything starts; each process reads its own data.
     own = runtime.describe(args.nr * args.gpus, 0, args.nodes * args.gpus, args, common.load_data(args))

@@ -1,9 +1,7 @@
-"""nn.DataParallel: one process, which splits each batch over the GPUs of one machine.
+"""nn.DataParallel: one process splits each batch over the GPUs of a machine. Easy, and slow: the first one sums up.
 
     python dp_example.py                # who gets which part of a batch, as in the notes
     python dp_example.py --epochs 2     # trains what the two DDP scripts train
-
-Easy, and slow: the first GPU gathers the outputs and sums the gradients. Without a GPU it is a plain loop.
 """
 import os
 from argparse import Namespace
@@ -68,13 +66,11 @@ def train(args: Namespace) -> None:
     if args.precision != "fp32":
         model = common.Autocast(model, args.precision)
     model = nn.DataParallel(model)  # called like the module; the first GPU has the weights, copies last for one forward
-
     # One process has the whole data. This sampler gives it in the order that all ranks of a DDP run have together.
     sampler = DistributedSampler(train_data, num_replicas=1, rank=0, seed=args.seed)
     train_loader = common.make_loader(train_data, sampler, args, device, drop_last=args.drop_last)
     valid_loader = common.make_loader(valid_data, range(len(valid_data)), args, device)
     test_loader = common.make_loader(test_data, range(len(test_data)), args, device)
-
     state = runtime.TrainState(model, args, data)
     runtime.start_or_resume(args, state, train_loader)
     for epoch in range(state.epoch, args.epochs):
@@ -84,7 +80,6 @@ def train(args: Namespace) -> None:
         state.end_epoch(figures, valid_loss, valid_score)
         state.save(args.checkpoint)
         runtime.log(args, state)
-
     state.load_best()
     test_loss, test_score = common.evaluate(model, test_loader)
     runtime.log(args, state, test_loss, test_score)
@@ -115,7 +110,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DataParallel takes every GPU that it sees
-    runtime.refuse_launcher("dp_example.py")
+    if runtime.find_launcher():
+        raise common.UsageError("dp_example.py is one process: start it with python; ddp_launch.py is for launchers")
     if args.epochs is not None:
         train(args)
     elif args.checkpoint or args.resume or args.metrics or args.download or args.dataset != "synthetic":

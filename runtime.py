@@ -31,14 +31,15 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 PARENT = os.getppid()  # the launcher, if there is one; later it could be gone
-# Its new name, forward_sync_buffers, is unknown before torch 2.13.
-warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # torch before 2.13 has no other name
 
 
 # ---- Processes and errors --------------------------------------------------------------------------
 @contextlib.contextmanager
 def errors_in_one_line(local_rank: int = 0) -> Iterator[None]:
     """Report a UsageError as one line on standard error and exit code."""
+    with contextlib.suppress(AttributeError):  # of the streams that tests put there
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     try:
         yield
     except UsageError as error:
@@ -47,11 +48,9 @@ def errors_in_one_line(local_rank: int = 0) -> Iterator[None]:
         if local_rank == 0 or not error.on_all_ranks:
             say(f"error: {error}")
         sys.exit(error.exit_code)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         if re.match("(?is)(?!.*timed out).*(gloo|nccl|connection)", str(error)):
             time.sleep(2)  # the connection to a rank that failed: let that one end first, as launchers report the first
-        raise
-    except ValueError as error:
         if "Expected more than 1 value per channel" in str(error):
             error.args = (f"{error}\nBatchNorm cannot train on a last batch of one sample: --drop_last leaves it out",)
         raise
@@ -68,15 +67,6 @@ def say(text: str) -> None:
     """Print one line on standard error, which may be gone."""
     with contextlib.suppress(OSError):
         print(f"{os.path.basename(sys.argv[0])}: {' '.join(text.split())}", file=sys.stderr, flush=True)
-
-
-def show(text: str) -> None:
-    """Print lines of results. Raises UsageError if standard output is closed or full."""
-    try:
-        print(text + "\n", end="", flush=True)  # in one write
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own flush at the end fails again
-        raise UsageError(f"standard output: {error.strerror}; what is done is saved", exit_code=1) from None
 
 
 def end_on_signals() -> None:
@@ -108,7 +98,7 @@ RATES = ", ".join(f"{rate} for {name}" for name, (_, _, rate) in common.OPTIMIZE
 FLAG, FILE = {"action": "store_true"}, {"metavar": "FILE"}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "data": {
-        "--dataset": dict(type=lambda text: NAMES.get(text.lower(), text), choices=common.DATASETS, default="synthetic",
+        "--dataset": dict(type=lambda name: NAMES.get(name.lower(), name), choices=common.DATASETS, default="synthetic",
                           help="in upper or lower case"),
         "--data_root": dict(metavar="DIR", default="data", help="holds MNIST/raw and Subj"),
         "--download": dict(FLAG, help="fetch missing files, once per node; MNIST_URL and SUBJ_URL name other sources"),
@@ -154,10 +144,8 @@ def make_parser(description: Optional[str], ddp: bool = True) -> argparse.Argume
     parser = argparse.ArgumentParser(
         description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [options]", epilog="Long options may have dashes: --batch-size 50.")
-
     def refuse(message: str) -> None:
         raise UsageError(f"{message} (--help lists the options)")
-
     parser.error = refuse
     parser.set_defaults(**DDP_ONLY)
     for title, options in OPTIONS.items():
@@ -221,13 +209,6 @@ def launched_ranks(args: Namespace) -> tuple:
                          f"together ({type(error).__name__}: {error}); or start with torchrun") from None
 
 
-def refuse_launcher(script: str) -> None:
-    """Raise UsageError if a launcher has started this script several times: they would be independent trainings."""
-    name = find_launcher()
-    if name and os.environ.get(LAUNCHERS[name][2]) != "1":
-        raise UsageError(f"{name} starts {script} several times, each to train alone: start ddp_launch.py with it")
-
-
 def address_of_node_0(args: Namespace) -> tuple[str, int]:
     """Where the processes of ddp_spawn.py meet; on one node port 0, for any that is free."""
     if args.nr >= args.nodes:
@@ -243,11 +224,17 @@ def address_of_node_0(args: Namespace) -> tuple[str, int]:
 
 # ---- Joining, leaving and the roll call ------------------------------------------------------------
 def make_store(address: str, port: int, timeout: float, is_master: bool) -> dist.TCPStore:
-    """The key-value store in which ranks meet, or, unless `is_master`, a connection to it. Port 0 takes a free one."""
+    """The store in which ranks meet, or a connection to it. Port 0: a free one. At loopback it listens only there."""
+    address, listening = address.strip("[]"), {}
     try:
-        return dist.TCPStore(address.strip("[]"), port, is_master=is_master, wait_for_workers=False,
-                             timeout=timedelta(seconds=timeout))
-    except RuntimeError as error:
+        if is_master and re.match(common.LOOPBACK, address):
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = socket.create_server((address, port), family=family, backlog=1024)
+            port = listener.getsockname()[1]
+            listening["master_listen_fd"] = listener.detach()  # the store closes it
+        return dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False,
+                             timeout=timedelta(seconds=timeout), **listening)
+    except (OSError, RuntimeError) as error:
         if is_master and re.search("in use|denied", str(error), re.I):
             raise UsageError(f"port {port} is taken: choose another, with --master_port or in MASTER_PORT") from None
         raise
@@ -256,11 +243,11 @@ def make_store(address: str, port: int, timeout: float, is_master: bool) -> dist
 def launched_store(launched: tuple, address: str, port: int, timeout: float) -> dist.Store:
     """The store at the launcher's address and port, which torchrun keeps itself, and else rank 0. Names in it are of
     this step or mpirun or, since torchrun keeps the store when it restarts the processes, of this attempt."""
-    (rank, _, world_size, local_world_size), env = launched, os.environ
-    run = {"torchrun": env.get("TORCHELASTIC_RESTART_COUNT", ""), "srun": ""}.get(find_launcher(), str(PARENT))
-    if world_size != local_world_size:  # other nodes have other parents, and may count other attempts
-        run = ""
-    run += ".".join(env.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if find_launcher() == "srun")
+    (rank, _, world_size, local_world_size), env, run = launched, os.environ, ""
+    if find_launcher() == "srun":
+        run = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID')}"
+    elif world_size == local_world_size:  # other nodes have other parents, and may count other attempts
+        run = env.get("TORCHELASTIC_RESTART_COUNT", "") if find_launcher() == "torchrun" else str(PARENT)
     is_master = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return dist.PrefixStore(run, make_store(address, port, timeout, is_master))
 
@@ -336,18 +323,17 @@ def drop_references() -> None:
     time.sleep(0.1)  # its threads drop the last tensors: for that they need the GIL, which old torch would not give up
 
 
-# Options about one machine: in these alone ranks may differ.
 OF_ONE_MACHINE = {"nr", "local_rank", "master_addr", "master_port", "data_root", "download", "checkpoint", "metrics",
-                  "num_workers", "device", "timeout"}
+                  "num_workers", "device", "timeout"}  # in these options alone ranks may differ
 
 
 def describe(rank: int, local_rank: int, world_size: int, args: Namespace, data: Sequence[Dataset]) -> dict[str, Any]:
     """What a rank tells in the roll call; `alike` must be the same on all ranks."""
-    alike = {f"--{name}": value for name, value in vars(args).items() if name not in OF_ONE_MACHINE}
+    alike = {"torch": torch.__version__, "a world size of": world_size}
+    alike.update({f"--{name}": value for name, value in vars(args).items() if name not in OF_ONE_MACHINE})
     alike["--learning_rate"] = args.learning_rate or common.OPTIMIZERS[args.optimizer][2]
     for path in filter(os.path.isfile, (sys.argv[0], __file__, common.__file__)):
         alike[os.path.basename(path)] = f"checksum {checksum(common.read_file(path, 'code').decode()):08x}"
-    alike.update({"torch": torch.__version__, "a world size of": world_size})
     own = {"rank": rank, "local_rank": local_rank, "host": socket.gethostname(), "pid": os.getpid(), "alike": alike,
            "threads": torch.get_num_threads(), "device": args.device, "gpus": visible_gpus(), "refusal": ""}
     try:
@@ -359,8 +345,7 @@ def describe(rank: int, local_rank: int, world_size: int, args: Namespace, data:
     return own
 
 
-def roll_call(joining: Optional[Joining], store: Optional[dist.Store], local_rank: int, args: Namespace,
-              data: Sequence[Dataset]) -> tuple[torch.device, str, list[str]]:
+def roll_call(joining: Any, store: Any, local_rank: int, args: Namespace, data: Sequence[Dataset]) -> tuple:
     """Compare options, data, code and torch of all ranks and choose their devices; without a store, for this process
     alone. Returns the device, the backend, and what is unlike but no mistake. Raises UsageError on every rank."""
     rank, world_size = (joining.rank, joining.world_size) if joining else (0, 1)
@@ -379,7 +364,7 @@ def roll_call(joining: Optional[Joining], store: Optional[dist.Store], local_ran
             time.sleep(0 if rank else 3)  # rank 0, or its parent, has the store: the others read the answer first
             raise UsageError(answer["error"], on_all_ranks=True)
     if rank == 0:
-        show("\n".join(answer["report"] + ([] if args.check else answer["unlike"])))
+        print("\n".join(answer["report"] + ([] if args.check else answer["unlike"])))
     device = torch.device("cpu") if answer["devices"] is None else torch.device("cuda", answer["devices"][rank])
     return device, answer["backend"], answer["unlike"]
 
@@ -398,7 +383,6 @@ def assign_devices(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """GPUs if each rank can have one of its own (the one of its local rank, or the only one that it sees), else the CPU
     for all; and the report. Raises UsageError if GPUs are asked for and cannot be had."""
     options, wishes, devices, users, reason = ranks[0]["alike"], {rank["device"] for rank in ranks}, [], {}, ""
-    shared = wishes == {"cuda"} and options["--backend"] == "gloo"  # gloo can, if both are asked for
     for rank in ranks:
         if rank["refusal"]:  # of the only one: others are asked before
             raise UsageError(rank["refusal"])
@@ -406,7 +390,7 @@ def assign_devices(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         devices.append(device)
         if device >= len(gpus):
             reason = reason or f"local rank {rank['local_rank']} on {rank['host']} sees {len(gpus)} GPU(s)"
-        elif users.setdefault(gpus[device][0], rank["rank"]) != rank["rank"] and not shared:
+        elif users.setdefault(gpus[device][0], rank["rank"]) != rank["rank"]:
             reason = reason or f"ranks {users[gpus[device][0]]} and {rank['rank']} have 1 GPU for 2 process(es)"
     if reason and "cuda" in wishes:
         raise UsageError(f"--device cuda: {reason}; start fewer processes, or use --device cpu")
@@ -423,9 +407,9 @@ def assign_devices(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         report.append(f"{line}, torch {options['torch']}, {rank['threads']} threads" if options["--check"] else line)
     unlike = [f"rank {rank['rank']} has {setup}, but rank 0 has {setups[0]}"
               for rank, setup in zip(ranks, setups) if setup != setups[0]]
+    batch = options["--batch_size"] * len(ranks) * options["--accumulation_steps"]
     report.append(f"backend {backend if len(ranks) > 1 else 'none'}, torch {options['torch']}, {ranks[0]['threads']} "
-                  "threads per process, global batch "
-                  f"{options['--batch_size'] * len(ranks) * options['--accumulation_steps']}")
+                  f"threads per process, global batch {batch}")
     if reason and wishes == {"auto"} and any(rank["gpus"] for rank in ranks):
         report.append(f"on the CPU: {reason}")
     return {"devices": None if on_cpu else devices, "backend": backend, "unlike": unlike, "report": report}
@@ -433,9 +417,9 @@ def assign_devices(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 # ---- Training and checkpoints ----------------------------------------------------------------------
 def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[common.Batch]:
-    """The micro-batches of this rank's shard, from where `state` is in its epoch. A sample's weight is world_size by
-    the number of all ranks' samples in the step: DDP divides the sum by world_size, which leaves the mean over it, as
-    with one process and whole batches. Samples that DistributedSampler repeats, to pad a shard, have the weight 0."""
+    """The micro-batches of this rank's shard, from where `state` is in its epoch. A sample has the weight world_size /
+    (samples of all ranks in the step): DDP divides the sum by world_size, which leaves the mean over the step, as with
+    one process. Samples that DistributedSampler repeats, to pad a shard, have the weight 0."""
     (rank, world_size), sampler, done = rank_and_world_size(), loader.batch_sampler, state.samples
     sampler.skip = done // world_size  # of this rank's shard
     shard = sampler.skip + len(sampler) * args.batch_size if sampler.drop_last else len(sampler.sampler)
@@ -546,7 +530,7 @@ class TrainState:
                 "scaler": self.scaler.state_dict(), **{name: getattr(self, name) for name in self.SAVED}}
 
     def load_state_dict(self, part: Callable[[str], Any]) -> None:
-        """The inverse of `state_dict`, of which `part` returns an item. The optimizer's settings stay this run's own."""
+        """The inverse of `state_dict`, of which `part` returns an item. The optimizer's settings stay the run's."""
         common.unwrap(self.model).load_state_dict(part("model"))
         own = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({**part("optimizer"), "param_groups": own})
@@ -575,7 +559,7 @@ class TrainState:
         loss, rank = self.synchronize(), rank_and_world_size()[0]
         if rank == 0:
             self.save(self.args.checkpoint)
-            show(f"epoch {self.epoch + 1}/{self.args.epochs}, step {self.step}, {self.samples} of {self.epoch_samples} "
+            print(f"epoch {self.epoch + 1}/{self.args.epochs}, step {self.step}, {self.samples}/{self.epoch_samples} "
                  f"samples: mean loss {loss:.4f}, learning rate {self.optimizer.param_groups[0]['lr']:.3g}")
         common.seed(self.args.seed, self.epoch, self.step, rank)
 
@@ -628,16 +612,15 @@ def start_or_resume(args: Namespace, state: TrainState, loader: DataLoader) -> N
         raise UsageError(found, on_all_ranks=True)
     if isinstance(state.model, DDP):
         common.warm_up(state.model, loader)
-    # Part by part: the other ranks then hold no more than what they keep.
-    state.load_state_dict(lambda name: common.broadcast(loaded[name] if rank == 0 else None))
+    state.load_state_dict(lambda name: common.broadcast(loaded[name] if rank == 0 else None))  # saves memory
     if rank == 0:
         was, now = loaded["made_with"], state.made_with
-        show(f"going on from {args.checkpoint}, after epoch {state.epoch}" + f", step {state.step}" * bool(state.step))
+        print(f"going on from {args.checkpoint}, after epoch {state.epoch}" + f", step {state.step}" * bool(state.step))
         changed = [f"--{name} is {now[name]}, was {was.get(name)}" for name in VARIABLE if was.get(name) != now[name]]
         if changed:
-            show(f"{'; '.join(changed)}: the bits will differ from those of a run that was not interrupted")
+            print(f"{'; '.join(changed)}: the bits will differ from those of a run that was not interrupted")
         if was["world_size"] != now["world_size"]:
-            show(f"{now['world_size']} process(es), was {was['world_size']}: the result will not be bit-identical")
+            print(f"{now['world_size']} process(es), was {was['world_size']}: the result will not be bit-identical")
 
 
 # ---- Files and reports -----------------------------------------------------------------------------
@@ -682,7 +665,7 @@ def log(args: Namespace, state: TrainState, *test: Optional[float]) -> None:
                "valid_accuracy": "valid accuracy {:.2%}", "test_accuracy": "test accuracy {:.2%}",
                "samples_per_second": "{:.0f} samples/s"}
     text = ", ".join(formats[name].format(value) for name, value in lines[-1].items() if name in formats)
-    show(f"{text}, weights of epoch {state.best_epoch}" if test else f"epoch {state.epoch}/{args.epochs}: {text}")
+    print(f"{text}, weights of epoch {state.best_epoch}" if test else f"epoch {state.epoch}/{args.epochs}: {text}")
 
 
 def check(rank: int, world_size: int, device: torch.device, problems: list[str]) -> None:
@@ -705,8 +688,8 @@ def check(rank: int, world_size: int, device: torch.device, problems: list[str])
         second = common.reduce_mean(sorted(seconds[1:])[2]).item()  # the median without the first: that one connects
         bandwidth = size / second * 2 * (world_size - 1) / world_size / 1e9
         if rank == 0:
-            show(f"all-reduce of {name:>5}: {1000 * second:8.3f} ms, bus bandwidth {bandwidth:7.3f} GB/s")
+            print(f"all-reduce of {name:>5}: {1000 * second:8.3f} ms, bus bandwidth {bandwidth:7.3f} GB/s")
     if rank == 0:
-        show("\n".join(problems or ["all is well"]))
+        print("\n".join(problems or ["all is well"]))
     if problems:
         raise RuntimeError(f"--check: {'; '.join(problems)}")

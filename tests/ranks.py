@@ -252,9 +252,9 @@ def layout_cases(rank, world_size):
 
 
 def inference_cases(rank, world_size):
-    """The memory of a first call that is made in inference mode serves later ones."""
-    common.bucket_row.cache_clear()
-    common.constant.cache_clear()
+    """What a first call, which is made in inference mode, makes or keeps, serves later ones."""
+    for kept in vars(common).values():
+        getattr(kept, "cache_clear", int)()
     model = nn.ParameterList([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4)), nn.Parameter(
         torch.zeros(2, 2))])
     for inference in (True, False):
@@ -302,7 +302,7 @@ def train(rank, world_size, model, data, *given, **functions):
         stack.enter_context(mock.patch.object(runtime, "log", lambda args, state, *_: lines.append(state.history[-1])))
         for name, function in {"build_model": lambda args, train: model, **functions}.items():
             stack.enter_context(mock.patch.object(common, name, function))
-        ddp_launch.train(rank, rank, world_size, torch.device("cpu"), data, args)
+        ddp_launch.train(rank, world_size, torch.device("cpu"), data, args)
     return lines[:2], model
 
 
@@ -337,7 +337,8 @@ def buffer_cases(rank, world_size):
     yield from {"sized": model.sized, "expanded": model.expanded.clone(), "own": model.own, "count": model.count,
                 "mean": model[1].running_mean}.items()
 
-    model = nn.Sequential(nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm2d(5), nn.BatchNorm1d(6, track_running_stats=False)))
+    more = nn.Sequential(nn.BatchNorm2d(5), nn.BatchNorm1d(6, track_running_stats=False))
+    model = nn.Sequential(nn.BatchNorm1d(4), more)
     model[0].running_mean += rank
     model[0].running_var += rank
     loss_sum = torch.tensor(0.1 * rank, dtype=torch.float64)
@@ -385,7 +386,8 @@ def random_cases(rank, world_size):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of DataLoader, where there are fewer cores; of Python, that it forks
         for workers in (0, 2):
-            yield workers, [drawn(0, workers), drawn(0, workers), drawn(1, workers), drawn(0, workers, 1, 8)[0], own[:6]]
+            runs = [drawn(0, workers), drawn(0, workers), drawn(1, workers), drawn(0, workers, 1, 8)[0]]
+            yield workers, [*runs, own[:6]]
             own.clear()
 
 
