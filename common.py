@@ -431,6 +431,13 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
+def load_weights(model: nn.Module, weights: Optional[dict[str, Any]]) -> None:
+    """Load a state dict, if there is one, but for expanded buffers, which cannot be written to and stay as they are."""
+    own = unwrap(model).state_dict()
+    fixed = {name for name, value in own.items() if isinstance(value, Tensor) and 0 in value.stride()}
+    unwrap(model).load_state_dict({name: weights[name] for name in set(weights or ()) - fixed}, strict=False)
+
+
 # ---- Collectives -----------------------------------------------------------------------------------
 BUCKET_BYTES = 25 * 1024 * 1024  # as DDP's own buckets
 LOOPBACK = r"localhost$|127\.|\[?::1"
@@ -463,6 +470,7 @@ def reduce_mean(value: Any, nprocs: Optional[int] = None) -> Tensor:
     return result.to(tensor.device, tensor.dtype if tensor.is_floating_point() else torch.float64)
 
 
+@torch.inference_mode(False)  # or what it makes could not be used outside of that mode
 @torch.no_grad()
 def average_gradients(model: nn.Module) -> None:
     """Replace each gradient by the mean of all ranks' gradients, after backward (DDP has done so by then). One that is
@@ -500,8 +508,7 @@ def dense_gradient(parameter: nn.Parameter) -> Tensor:
         return grad.to_dense()
     if grad is not None and 0 not in grad.stride() and not grad.is_conj() and not grad.is_neg():
         return grad
-    with torch.inference_mode(False):  # or it could not be used outside of it
-        zeros = torch.zeros_like(parameter)  # with its layout, by which fused optimizers go
+    zeros = torch.zeros_like(parameter)  # with its layout, by which fused optimizers go
     return zeros if grad is None else zeros.copy_(grad)  # an expanded one has many elements in one place
 
 
@@ -531,19 +538,21 @@ def broadcast(value: Any) -> Any:
             dist.broadcast(moved, src=0)
             piece.copy_(moved)
 
-    # First the structure, in which each tensor is one element that is expanded to its shape; then what is in them.
+    # First the structure, in which a dense tensor is one element that is expanded to its shape; then what is in them.
     tensors, file = [], io.BytesIO()
-    torch.save(map_tensors(lambda tensor: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape), value), file)
+    torch.save(map_tensors(lambda tensor: tensor if tensor.is_sparse else torch.zeros((), dtype=tensor.dtype).expand(
+        tensor.shape), value), file)
     size = torch.tensor([file.tell()])
     send(size)
     structure = torch.frombuffer(bytearray(file.getvalue().ljust(int(size))), dtype=torch.uint8)[:int(size)]
     send(structure)
     if rank > 0:
         value = torch.load(io.BytesIO(bytes(structure.tolist())), weights_only=True)
-        value = map_tensors(lambda small: torch.empty(small.shape, dtype=small.dtype), value)
+        value = map_tensors(lambda one: one if one.is_sparse else torch.empty(one.shape, dtype=one.dtype), value)
     map_tensors(tensors.append, value)
     for tensor in tensors:
-        send(tensor.contiguous().view(-1).view(torch.uint8))
+        if not tensor.is_sparse:
+            send(tensor.contiguous().view(-1).view(torch.uint8))
     return value
 
 

@@ -9,7 +9,6 @@ import contextlib
 import os
 import sys
 from argparse import Namespace
-from typing import Any
 
 import common
 import runtime
@@ -78,13 +77,13 @@ def train(rank: int, world_size: int, device: torch.device, data: tuple, args: N
         if is_main:
             state.save(args.checkpoint)
             runtime.log(args, state)
-    state.load_best()
+    common.load_weights(model, state.best_model)
     test_loss, test_score = common.evaluate(model, test_loader)
     if is_main:
         runtime.log(args, state, test_loss, test_score)
 
 
-def train_one_epoch(model: torch.nn.Module, loader: Any, state: runtime.TrainState, args: Namespace) -> dict:
+def train_one_epoch(model: torch.nn.Module, loader: object, state: runtime.TrainState, args: Namespace) -> dict:
     """Train on this rank's shard; returns the figures of all ranks together."""
     no_sync = model.no_sync if isinstance(model, DDP) else contextlib.nullcontext
     model.train()

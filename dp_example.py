@@ -80,7 +80,7 @@ def train(args: Namespace) -> None:
         state.end_epoch(figures, valid_loss, valid_score)
         state.save(args.checkpoint)
         runtime.log(args, state)
-    state.load_best()
+    common.load_weights(model, state.best_model)
     test_loss, test_score = common.evaluate(model, test_loader)
     runtime.log(args, state, test_loss, test_score)
 

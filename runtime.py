@@ -519,11 +519,6 @@ class TrainState:
             self.best_epoch, self.best_score, self.best_loss = self.epoch, valid_score, valid_loss
             self.best_model = copy.deepcopy(common.unwrap(self.model).state_dict())
 
-    def load_best(self) -> None:
-        """Put the weights of the best epoch into the model."""
-        if self.best_model:
-            common.unwrap(self.model).load_state_dict(self.best_model)
-
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers, strings, lists and dicts only, so that weights_only=True can read it."""
         return {"model": common.unwrap(self.model).state_dict(), "optimizer": self.optimizer.state_dict(),
@@ -531,7 +526,7 @@ class TrainState:
 
     def load_state_dict(self, part: Callable[[str], Any]) -> None:
         """The inverse of `state_dict`, of which `part` returns an item. The optimizer's settings stay the run's."""
-        common.unwrap(self.model).load_state_dict(part("model"))
+        common.load_weights(self.model, part("model"))
         own = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({**part("optimizer"), "param_groups": own})
         for parameter, values in self.optimizer.state.items():
@@ -614,6 +609,7 @@ def start_or_resume(args: Namespace, state: TrainState, loader: DataLoader) -> N
         common.warm_up(state.model, loader)
     state.load_state_dict(lambda name: common.broadcast(loaded[name] if rank == 0 else None))  # saves memory
     if rank == 0:
+        write_metrics(args, state.history)
         was, now = loaded["made_with"], state.made_with
         print(f"going on from {args.checkpoint}, after epoch {state.epoch}" + f", step {state.step}" * bool(state.step))
         changed = [f"--{name} is {now[name]}, was {was.get(name)}" for name in VARIABLE if was.get(name) != now[name]]
@@ -648,24 +644,27 @@ def check_files(args: Namespace, data: Sequence[Dataset], writes: bool = True) -
 
 
 def log(args: Namespace, state: TrainState, *test: Optional[float]) -> None:
-    """Write --metrics, and print the figures of the epoch that has ended, or of the test (loss and score). If the file
-    cannot be written, the training goes on: it is worth more, and the next epoch writes all lines."""
+    """Write --metrics, and print the figures of the epoch that has ended, or of the test (loss and score)."""
     lines = list(state.history)
     if test:
-        finite(test[0], "test loss")
         lines.append({name: value for name, value in zip(("test_loss", "test_accuracy"), test) if value is not None})
         lines[-1]["world_size"] = rank_and_world_size()[1]
+    write_metrics(args, lines)
+    formats = {"train_loss": "train loss {:.4f}", "valid_loss": "valid loss {:.4f}", "test_loss": "test loss {:.4f}",
+               "valid_accuracy": "valid accuracy {:.2%}", "test_accuracy": "test accuracy {:.2%}",
+               "samples_per_second": "{:.0f} samples/s"}
+    text = ", ".join(formats[name].format(value) for name, value in lines[-1].items() if name in formats)
+    print(f"{text}, weights of epoch {state.best_epoch}" if test else f"epoch {state.epoch}/{args.epochs}: {text}")
+
+
+def write_metrics(args: Namespace, lines: list[dict[str, Any]]) -> None:
+    """Write --metrics. If that fails, the training goes on: it is worth more, and the next epoch writes all lines."""
     try:
         if args.metrics:
             content = "".join(f"{json.dumps(line)}\n" for line in lines).encode()
             common.replace_file(args.metrics, lambda file: file.write(content))
     except OSError as error:
         say(f"--metrics {args.metrics} could not be written ({error.strerror}); the training goes on")
-    formats = {"train_loss": "train loss {:.4f}", "valid_loss": "valid loss {:.4f}", "test_loss": "test loss {:.4f}",
-               "valid_accuracy": "valid accuracy {:.2%}", "test_accuracy": "test accuracy {:.2%}",
-               "samples_per_second": "{:.0f} samples/s"}
-    text = ", ".join(formats[name].format(value) for name, value in lines[-1].items() if name in formats)
-    print(f"{text}, weights of epoch {state.best_epoch}" if test else f"epoch {state.epoch}/{args.epochs}: {text}")
 
 
 def check(rank: int, world_size: int, device: torch.device, problems: list[str]) -> None:
