@@ -305,13 +305,11 @@ def seed(*numbers: int) -> None:
     random.seed(number)
 
 
-class Batches(Dataset):
+class Batches(torch.utils.data.BatchSampler):
     """The batches of a shard from `skip` samples on: for DataLoader, what to read, and what reads it. A worker seeds
     itself for each batch: random numbers depend neither on the workers nor on where a run was resumed."""
 
-    def __init__(self, dataset: Dataset, sampler: Any, batch_size: int, drop_last: bool, seed: int) -> None:
-        self.dataset, self.sampler, self.batch_size, self.drop_last = dataset, sampler, batch_size, drop_last
-        self.seed, self.skip = seed, 0
+    dataset, seed, skip = None, 0, 0
 
     def __len__(self) -> int:
         left = max(0, len(self.sampler) - self.skip)
@@ -343,7 +341,8 @@ def make_loader(dataset: Dataset, sampler: Any, args: Namespace, device: torch.d
     workers = args.num_workers > 0
     if drop_last and len(sampler) < args.batch_size:
         raise UsageError(f"--drop_last leaves no batch of {args.batch_size}: a shard has {len(sampler)} samples")
-    batches = Batches(dataset, sampler, args.batch_size, drop_last, args.seed)
+    batches = Batches(sampler, args.batch_size, drop_last)
+    batches.dataset, batches.seed = dataset, args.seed
     return DataLoader(batches, batch_sampler=batches, collate_fn=getattr(dataset, "collate_fn", collate),
                       pin_memory=device.type == "cuda", num_workers=args.num_workers, timeout=workers * args.timeout,
                       worker_init_fn=functools.partial(end_with, os.getpid()),
@@ -391,7 +390,7 @@ def check_one_per_sample(name: str, values: Any, samples: int) -> None:
     """Raise ValueError unless `values`, from losses() or scores(), has one number for each of so many samples."""
     shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
     if shape != [samples]:
-        raise ValueError(f"{name}() must return one number per sample, a tensor of shape [{samples}], and not {shape}")
+        raise ValueError(f"{name}() must return one number per sample, of shape [{samples}]; it returned {shape}")
 
 
 class Batch(NamedTuple):
@@ -559,7 +558,7 @@ def broadcast(value: Any) -> Any:
 def warm_up(model: nn.Module, loader: DataLoader) -> None:
     """One backward pass, whose result is dropped. After its first one DDP puts the gradients into other buckets, and so
     three ranks sum them in another order. A resumed run must begin with these, as the one that was interrupted had."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # some may not be in the checkpoint
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if 0 not in buffer.stride()]  # none is expanded
     inputs, targets = split_batch(next(iter(loader)), next(model.parameters()).device)
     losses(model.train()(inputs), targets).sum().backward()
     model.zero_grad()
@@ -598,10 +597,9 @@ def evaluate(model: nn.Module, loader: DataLoader) -> tuple[float, Optional[floa
         outputs, tensors = model(inputs), []
         map_tensors(tensors.append, targets)
         samples = len(tensors[0])
-        for i, function in ((0, losses), (2, scores)):
-            values = function(outputs, targets)
+        for i, name, values in ((0, "losses", losses(outputs, targets)), (2, "scores", scores(outputs, targets))):
             if values is not None:
-                check_one_per_sample(function.__name__, values, samples)
+                check_one_per_sample(name, values, samples)
                 sums[i] += values.sum(dtype=torch.float64)
                 sums[i + 1] += samples
     model.train(was_training)

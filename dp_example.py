@@ -75,7 +75,17 @@ def train(args: Namespace) -> None:
     runtime.start_or_resume(args, state, train_loader)
     for epoch in range(state.epoch, args.epochs):
         sampler.set_epoch(epoch)
-        figures = train_one_epoch(model, train_loader, state, args)
+        model.train()
+        for batch in runtime.batches(train_loader, state, args):
+            outputs = model(batch.inputs)  # split over the GPUs, computed there, and gathered on the first
+            losses = common.losses(outputs, batch.targets)  # [batch], one for each sample
+            batch.record(losses)
+            loss = (losses * batch.weights).sum()  # the mean over all samples of the step
+            loss.backward()  # back through the copies: the first GPU gets the sum of their gradients
+            if batch.ends_step:
+                state.optimizer_step()
+                state.optimizer.zero_grad()  # or the next step's gradients are added to these
+        figures = state.end_training()
         valid_loss, valid_score = common.evaluate(model, valid_loader)
         state.end_epoch(figures, valid_loss, valid_score)
         state.save(args.checkpoint)
@@ -83,21 +93,6 @@ def train(args: Namespace) -> None:
     common.load_weights(model, state.best_model)
     test_loss, test_score = common.evaluate(model, test_loader)
     runtime.log(args, state, test_loss, test_score)
-
-
-def train_one_epoch(model: nn.Module, loader: DataLoader, state: runtime.TrainState, args: Namespace) -> dict:
-    """Train on the whole data; returns the figures."""
-    model.train()
-    for batch in runtime.batches(loader, state, args):
-        outputs = model(batch.inputs)  # split over the GPUs, computed there, and gathered on the first
-        losses = common.losses(outputs, batch.targets)  # [batch], one for each sample
-        batch.record(losses)
-        loss = (losses * batch.weights).sum()  # the mean over all samples of the step
-        loss.backward()  # back through the copies: the first GPU gets the sum of their gradients
-        if batch.ends_step:
-            state.optimizer_step()
-            state.optimizer.zero_grad()  # or the next step's gradients are added to these
-    return state.end_training()
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from common import UsageError, checksum, keep_freed_memory, rank_and_world_size
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 PARENT = os.getppid()  # the launcher, if there is one; later it could be gone
@@ -51,8 +51,9 @@ def errors_in_one_line(local_rank: int = 0) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         if re.match("(?is)(?!.*timed out).*(gloo|nccl|connection)", str(error)):
             time.sleep(2)  # the connection to a rank that failed: let that one end first, as launchers report the first
-        if "Expected more than 1 value per channel" in str(error):
-            error.args = (f"{error}\nBatchNorm cannot train on a last batch of one sample: --drop_last leaves it out",)
+        for text, hint in (("finished reduction", "--grad_sync manual trains parameters without a gradient in a step"),
+                           ("more than 1 value per channel", "--drop_last leaves out a last batch of one sample")):
+            error.args = (f"{error}\n{hint}",) if text in str(error) else error.args
         raise
 
 
@@ -93,13 +94,12 @@ def number(kind: Callable[[str], Any], low: float, high: float = 2**31 - 1) -> C
 
 
 COUNT, COUNT_OR_NONE, POSITIVE = number(int, 1), number(int, 0), number(float, 1e-9, 1e9)
-NAMES = {name.lower(): name for name in common.DATASETS}
 RATES = ", ".join(f"{rate} for {name}" for name, (_, _, rate) in common.OPTIMIZERS.items())
 FLAG, FILE = {"action": "store_true"}, {"metavar": "FILE"}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "data": {
-        "--dataset": dict(type=lambda name: NAMES.get(name.lower(), name), choices=common.DATASETS, default="synthetic",
-                          help="in upper or lower case"),
+        "--dataset": dict(type=lambda text: next((n for n in common.DATASETS if n.lower() == text.lower()), text),
+                          choices=common.DATASETS, default="synthetic", help="in upper or lower case"),
         "--data_root": dict(metavar="DIR", default="data", help="holds MNIST/raw and Subj"),
         "--download": dict(FLAG, help="fetch missing files, once per node; MNIST_URL and SUBJ_URL name other sources"),
         "--num_workers": dict(type=COUNT_OR_NONE, default=0, help="data-loading processes per training process")},
@@ -156,7 +156,6 @@ def make_parser(description: Optional[str], ddp: bool = True) -> argparse.Argume
     return parser
 
 
-# ---- Launchers -------------------------------------------------------------------------------------
 LAUNCHERS = {  # variables of rank, local rank, world size and local world size; the first that fits counts
     "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     "mpirun of Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE",
@@ -371,12 +370,10 @@ def roll_call(joining: Any, store: Any, local_rank: int, args: Namespace, data: 
 
 def visible_gpus() -> list[list[str]]:
     """[UUID, name] of each GPU that this process sees; where torch knows no UUID, host and number in its place."""
-    found = []
-    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(i)
-        number = (os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") + [str(i)])[i]
-        found.append([str(getattr(properties, "uuid", f"{socket.gethostname()} {number}")), properties.name])
-    return found
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    numbers = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") + [str(i) for i in range(count)]
+    gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
+    return [[str(getattr(gpu, "uuid", f"{socket.gethostname()} {n}")), gpu.name] for gpu, n in zip(gpus, numbers)]
 
 
 def assign_devices(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -389,7 +386,7 @@ def assign_devices(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         gpus, device = rank["gpus"], rank["local_rank"] if len(rank["gpus"]) != 1 else 0
         devices.append(device)
         if device >= len(gpus):
-            reason = reason or f"local rank {rank['local_rank']} on {rank['host']} sees {len(gpus)} GPU(s)"
+            reason = reason or f"rank {rank['rank']} on {rank['host']} has {len(gpus)} GPU(s), for {len(ranks)} process(es)"
         elif users.setdefault(gpus[device][0], rank["rank"]) != rank["rank"]:
             reason = reason or f"ranks {users[gpus[device][0]]} and {rank['rank']} have 1 GPU for 2 process(es)"
     if reason and "cuda" in wishes:
@@ -481,9 +478,7 @@ class TrainState:
     def optimizer_step(self) -> None:
         """Set the learning rate by the share of training that is done, clip the gradients, and step."""
         if isinstance(self.model, DDP):
-            missing = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
-            if missing:  # DDP would raise its error one forward later: after a step on gradients that are not averaged
-                raise RuntimeError(f"no gradient in this step for {missing}, as DDP needs it: use --grad_sync manual")
+            self.model.reducer._rebuild_buckets()  # raises DDP's error if it has not averaged all, not a forward later
         share = (self.epoch + self.samples / self.epoch_samples) / self.args.epochs
         for group in self.optimizer.param_groups:
             group["lr"] = self.optimizer.defaults["lr"] * common.schedule(share)
@@ -531,7 +526,7 @@ class TrainState:
         self.optimizer.load_state_dict({**part("optimizer"), "param_groups": own})
         for parameter, values in self.optimizer.state.items():
             for name, value in values.items():  # laid out as its parameter: fused optimizers go by the place in memory
-                if value.shape == parameter.shape and value.stride() != parameter.stride():
+                if isinstance(value, Tensor) and not value.is_sparse and value.shape == parameter.shape:
                     values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         scaler = part("scaler")
         if scaler and self.scaler.is_enabled():
@@ -563,8 +558,11 @@ def finite(loss: float, name: str) -> float:
     """The loss; raises UsageError if it is not finite."""
     if math.isfinite(loss):
         return loss
-    raise UsageError(f"the {name} is {loss}, training has diverged: try another --learning_rate, --max_grad_norm or "
-                     "--precision", exit_code=1)
+    raise UsageError(f"the {name} is {loss}: try another --learning_rate, --max_grad_norm or --precision", exit_code=1)
+
+
+def shapes(weights: dict[str, Any]) -> dict[str, Any]:
+    return {name: getattr(value, "shape", None) for name, value in weights.items() if "_extra_state" not in name}
 
 
 def read_checkpoint(path: str, state: TrainState) -> dict[str, Any]:
@@ -577,11 +575,11 @@ def read_checkpoint(path: str, state: TrainState) -> dict[str, Any]:
         for name in (*FIXED, "lengths"):
             if (was := loaded["made_with"].get(name)) != (now := state.made_with[name]):
                 raise ValueError(f"it was made with {name} {was}, and this run has {now}")
-        own = {name: getattr(value, "shape", None) for name, value in common.unwrap(state.model).state_dict().items()}
+        own = shapes(common.unwrap(state.model).state_dict())
         for part in ("model", "best_model"):
             weights = {re.sub(r"^((module|_orig_mod)\.)+", "", name): value  # the prefixes of wrappers elsewhere
                        for name, value in (loaded[part] or {}).items()}
-            if weights and own != {name: getattr(value, "shape", None) for name, value in weights.items()}:
+            if weights and own != shapes(weights):
                 raise ValueError("it is of another model, or of another vocabulary")
             loaded[part] = weights or None
         return loaded
@@ -622,8 +620,9 @@ def start_or_resume(args: Namespace, state: TrainState, loader: DataLoader) -> N
 # ---- Files and reports -----------------------------------------------------------------------------
 def check_files(args: Namespace, data: Sequence[Dataset], writes: bool = True) -> None:
     """Before anything starts: raise UsageError if the data, or on the rank that `writes` a file, is unusable."""
-    if not all(map(len, data)):
-        raise UsageError(f"training, validation and test need a sample each; they have {[len(part) for part in data]}")
+    lengths = ["no length" if isinstance(part, IterableDataset) else len(part) for part in data]
+    if 0 in lengths or "no length" in lengths:
+        raise UsageError(f"training, validation and test need a sample each (map-style data sets); they have {lengths}")
     if not writes:
         return
     if (args.resume or args.checkpoint_steps) and not args.checkpoint:

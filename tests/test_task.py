@@ -175,7 +175,7 @@ class OwnTaskTest(FolderTest):
         save = "            state.save(args.checkpoint)\n"
         project(self.folder, ("ddp_spawn.py", save, f"{save}            if 'killed' in args.checkpoint:\n"
                               "                os.kill(os.getpid(), signal.SIGKILL)\n"),
-                ("ddp_spawn.py", "import socket\n", "import signal\nimport socket\n"))
+                ("ddp_spawn.py", "import sys\n", "import signal\nimport sys\n"))
         replace_functions(self.path("common.py"), lines)
 
         def begin(name, *command):
