@@ -390,7 +390,7 @@ def check_one_per_sample(name: str, values: Any, samples: int) -> None:
     """Raise ValueError unless `values`, from losses() or scores(), has one number for each of so many samples."""
     shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
     if shape != [samples]:
-        raise ValueError(f"{name}() must return one number per sample, of shape [{samples}]; it returned {shape}")
+        raise ValueError(f"{name}() must return one number per sample, shape [{samples}] here; it returned {shape}")
 
 
 class Batch(NamedTuple):

@@ -386,7 +386,7 @@ def assign_devices(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         gpus, device = rank["gpus"], rank["local_rank"] if len(rank["gpus"]) != 1 else 0
         devices.append(device)
         if device >= len(gpus):
-            reason = reason or f"rank {rank['rank']} on {rank['host']} has {len(gpus)} GPU(s), for {len(ranks)} process(es)"
+            reason = reason or f"rank {rank['rank']} on {rank['host']} has {len(gpus)} GPU(s), {len(ranks)} process(es)"
         elif users.setdefault(gpus[device][0], rank["rank"]) != rank["rank"]:
             reason = reason or f"ranks {users[gpus[device][0]]} and {rank['rank']} have 1 GPU for 2 process(es)"
     if reason and "cuda" in wishes:

@@ -834,10 +834,10 @@ class RanksTest(CollectivesTest):
 
 # ---- Memory --------------------------------------------------------------------------------------------
 class MemoryTest(unittest.TestCase):
-    def told(self, libc="glibc", **environment):
+    def told(self, platform="linux", **environment):
         """What glibc is told."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-        with mock.patch("ctypes.CDLL") as library, mock.patch("platform.libc_ver", return_value=(libc, "2.36")), \
+        with mock.patch("ctypes.CDLL") as library, mock.patch("sys.platform", platform), \
                 mock.patch.dict(os.environ, {**kept, **environment}, clear=True):
             runtime.TrainState(nn.Linear(1, 1), options())
         return [tuple(map(int, given.args)) for given in library.return_value.mallopt.call_args_list]
@@ -846,4 +846,4 @@ class MemoryTest(unittest.TestCase):
         self.assertEqual(sorted(self.told()), [(-3, 2**25), (-1, 2**30)])  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
         self.assertEqual(self.told(MALLOC_TRIM_THRESHOLD_="1000"), [])
         self.assertEqual(self.told(MALLOC_ARENA_MAX="2"), [])
-        self.assertEqual(self.told(libc=""), [])  # musl, or another system
+        self.assertEqual(self.told(platform="darwin"), [])
