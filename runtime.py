@@ -620,9 +620,9 @@ def start_or_resume(args: Namespace, state: TrainState, loader: DataLoader) -> N
 # ---- Files and reports -----------------------------------------------------------------------------
 def check_files(args: Namespace, data: Sequence[Dataset], writes: bool = True) -> None:
     """Before anything starts: raise UsageError if the data, or on the rank that `writes` a file, is unusable."""
-    lengths = ["no length" if isinstance(part, IterableDataset) else len(part) for part in data]
-    if 0 in lengths or "no length" in lengths:
-        raise UsageError(f"training, validation and test need a sample each (map-style data sets); they have {lengths}")
+    lengths = ["IterableDataset" if isinstance(part, IterableDataset) else len(part) for part in data]
+    if 0 in lengths or "IterableDataset" in lengths:
+        raise UsageError(f"training, validation and test need a sample each, by __getitem__; they have {lengths}")
     if not writes:
         return
     if (args.resume or args.checkpoint_steps) and not args.checkpoint:

@@ -1,7 +1,7 @@
 """What the README's figures come from: ratios of things that are measured side by side in one run.
 
     python benchmarks/bench.py                    # all tables, in about ten minutes on two cores
-    python benchmarks/bench.py step startup       # some: input average step gains choices scaling threads startup memory
+    python benchmarks/bench.py step startup   # some: input average step gains choices scaling threads startup memory
 
 Each figure is a median of at least five rounds, in which the candidates take turns, after one that does not count.
 """

@@ -16,8 +16,9 @@ from torch import nn
 FILES = ("README.md", "slurm/README.md", "benchmarks/README.md")
 # In the first column of "When something goes wrong", what torch and Python say, and one message of two pieces that
 # tests/test_failures.py has. All others are texts of the project.
-OTHERS = ("rank 0 of 4 … waits for ranks 2, 3 of 4", "Gloo connectFullMesh failed", "No module named 'common'", "EADDRINUSE", "unable to allocate shared memory",
-          "Bus error", "terminated with signal SIGKILL", "SignalException: Process … got signal: 1",
+OTHERS = ("rank 0 of 4 … waits for ranks 2, 3 of 4", "Gloo connectFullMesh failed", "No module named 'common'",
+          "EADDRINUSE", "Expected to have finished reduction", "unable to allocate shared memory", "Bus error",
+          "terminated with signal SIGKILL", "SignalException: Process … got signal: 1",
           "Connection closed by peer", "Connection reset by peer", "Timed out waiting 600000ms for recv",
           "torchrun --nnodes=2", "DistStoreError", "Setting OMP_NUM_THREADS … to be 1")
 
@@ -158,7 +159,7 @@ class ChangesTest(FolderTest):
         imported, writer, add = lines.pop("TensorBoard")
         norm, = lines.pop("SyncBatchNorm")
         for script in ("ddp_spawn.py", "ddp_launch.py"):
-            edits += [(script, "from torch import nn\n", f"from torch import nn\nimport fake_tensorboard\n{imported}\n"),
+            edits += [(script, "import torch\n", f"import torch\nimport fake_tensorboard\n{imported}\n"),
                       (script, "    model = common.build_model(args, train_data).to(device)\n",
                        f"    model = common.build_model(args, train_data).to(device)\n    {norm}\n"),
                       (script, "    for epoch in range(state.epoch, args.epochs):\n",
@@ -170,7 +171,7 @@ class ChangesTest(FolderTest):
         replace_functions(self.path("common.py"), TASK + "".join(
             f"\n\ndef {head}:\n    {line}\n" for head, line in functions.items()))
         model = nn.BatchNorm1d(3)
-        names = {"nn": nn, "model": model}
+        names = {"torch": torch, "model": model}
         exec(norm, names)
         self.assertIsInstance(names["model"], nn.SyncBatchNorm)
         self.write("fake_tensorboard.py", TENSORBOARD)
