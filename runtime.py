@@ -363,7 +363,7 @@ def roll_call(joining: Any, store: Any, local_rank: int, args: Namespace, data: 
             time.sleep(0 if rank else 3)  # rank 0, or its parent, has the store: the others read the answer first
             raise UsageError(answer["error"], on_all_ranks=True)
     if rank == 0:
-        print("\n".join(answer["report"] + ([] if args.check else answer["unlike"])))
+        print("\n".join([*answer["report"], *(() if args.check else answer["unlike"]), ""]), end="")  # in one write
     device = torch.device("cpu") if answer["devices"] is None else torch.device("cuda", answer["devices"][rank])
     return device, answer["backend"], answer["unlike"]
 

@@ -65,13 +65,15 @@ class OthersFilesTest(FolderTest):
         command = ["ddp_launch.py", "--epochs", "100000", "--checkpoint", "c.pt", "--resume"]
         with open(self.path("out"), "w") as out:
             first = start(command, cwd=self.folder, stdout=out)
+        self.addCleanup(first.stderr.close)
+        self.addCleanup(first.kill)
         wait_until(lambda: os.path.getsize(self.path("out")), "the first run")
         time.sleep(1)
         for existing in (False, True):
             self.assertEqual(os.path.exists(self.path("c.pt")), existing)
             code, out, err = run(*command, cwd=self.folder)
             self.assertEqual((code, err.count("\n"), "epoch" in out), (2, 1, False), err)
-            self.assertIn("another run writes it", err)
+            self.assertIn("another process writes", err)
             open(self.path("go"), "w").close()
             wait_until(lambda: os.path.exists(self.path("c.pt")), "a checkpoint")
         for _ in range(50):
