@@ -158,7 +158,7 @@ class ChangesTest(FolderTest):
         imported, writer, add = lines.pop("TensorBoard")
         norm, = lines.pop("SyncBatchNorm")
         for script in ("ddp_spawn.py", "ddp_launch.py"):
-            edits += [(script, "from torch import nn\n", f"from torch import nn\nimport fake_tensorboard\n{imported}\n"),
+            edits += [(script, "import torch\n", f"import torch\nimport fake_tensorboard\n{imported}\n"),
                       (script, "    model = common.build_model(args, train_data).to(device)\n",
                        f"    model = common.build_model(args, train_data).to(device)\n    {norm}\n"),
                       (script, "    for epoch in range(state.epoch, args.epochs):\n",
@@ -170,7 +170,7 @@ class ChangesTest(FolderTest):
         replace_functions(self.path("common.py"), TASK + "".join(
             f"\n\ndef {head}:\n    {line}\n" for head, line in functions.items()))
         model = nn.BatchNorm1d(3)
-        names = {"nn": nn, "model": model}
+        names = {"torch": torch, "model": model}
         exec(norm, names)
         self.assertIsInstance(names["model"], nn.SyncBatchNorm)
         self.write("fake_tensorboard.py", TENSORBOARD)
