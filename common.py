@@ -1,7 +1,4 @@
-"""The task (data, model, loss, score), which you replace by your own, and the collectives, which work for any task.
-
-Every function works with a process group and without one.
-"""
+"""The task (data, model, losses, scores), which you replace by your own, and collectives, with or without a group."""
 from __future__ import annotations
 
 import contextlib
@@ -10,42 +7,44 @@ import functools
 import gzip
 import hashlib
 import io
+import ipaddress
 import itertools
+import json
 import math
 import os
 import random
+import re
 import signal
+import socket
 import sys
 import tarfile
 import tempfile
 import time
 import urllib.request
 import warnings
+import zlib
 from argparse import Namespace
 from array import array
 from collections import Counter
-from typing import IO, Any, Callable, Iterator, Optional, Sequence
+from typing import IO, Any, Callable, Iterator, NamedTuple, Optional, Sequence
 
-with warnings.catch_warnings():  # without numpy, which nothing here needs, importing torch gives a warning
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    import torch
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # which nothing here needs
+import torch
 import torch.distributed as dist
 # Imported now; if DDP imports it later, the default arguments of its functions keep the process group alive for ever.
 import torch.distributed.nn
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
 
 class UsageError(Exception):
-    """A wrong option or an unusable file: one line that says what is wrong and what to do."""
-    exit_code = 2
+    """What one line explains: a wrong option or an unusable file (exit code 2), or a failure while running (1)."""
 
-    def __init__(self, text: str, on_all_ranks: bool = False) -> None:
+    def __init__(self, text: str, on_all_ranks: bool = False, exit_code: int = 2) -> None:
         super().__init__(text)
-        self.on_all_ranks = on_all_ranks  # then local rank 0 alone prints it
+        self.on_all_ranks, self.exit_code = on_all_ranks, exit_code  # on all ranks: local rank 0 alone prints it
 
 
 # ---- The task: replace these four functions by your own --------------------------------------------
@@ -53,11 +52,8 @@ DATASETS = ("synthetic", "MNIST", "Subj")
 
 
 def load_data(args: Namespace) -> tuple[Dataset, Dataset, Dataset]:
-    """Three map-style data sets, for training, validation and test, of samples (input, target).
-
-    Inputs and targets are tensors, or tuples, lists or dicts of tensors. All ranks must get the same data: here it
-    depends on the files and on --seed alone.
-    """
+    """Three map-style data sets, for training, validation and test, of samples (input, target): tensors, or tuples,
+    lists or dicts of tensors. All ranks must get the same data: here it depends on the files and on --seed alone."""
     generator = torch.Generator().manual_seed(args.seed)
     if args.dataset == "synthetic":  # ten Gaussian clusters in 20 dimensions
         targets = torch.randint(10, (5500,), generator=generator)
@@ -72,8 +68,7 @@ def load_data(args: Namespace) -> tuple[Dataset, Dataset, Dataset]:
 def build_model(args: Namespace, train: Dataset) -> nn.Module:
     """A module that maps a batch of inputs to logits [batch, classes]; `train` is the training data set."""
     if args.dataset == "MNIST":
-        # Convolutions on CPUs and GPUs are faster in this memory format. One channel: the input needs no conversion.
-        return ConvNet().to(memory_format=torch.channels_last)
+        return ConvNet().to(memory_format=torch.channels_last)  # faster; an input of one channel needs no conversion
     if args.dataset == "Subj":  # the mean of the words' embeddings, without the padding, and a linear layer
         words = nn.EmbeddingBag(int(train.tensors[0].max()) + 1, 96, mode="mean", padding_idx=0)
         nn.init.normal_(words.weight, 0, 0.1)
@@ -88,8 +83,7 @@ def losses(outputs: Any, targets: Any) -> Tensor:
 
 
 def scores(outputs: Any, targets: Any) -> Optional[Tensor]:
-    """The score of each sample, [batch], higher is better: here 1 where the class is right.
-    None for a task that reports nothing but the loss."""
+    """The score of each sample, [batch], higher is better; None for a task that reports nothing but the loss."""
     return outputs.argmax(1) == targets
 
 
@@ -97,8 +91,7 @@ def scores(outputs: Any, targets: Any) -> Optional[Tensor]:
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], float]] = {
     "adam": (torch.optim.Adam, {}, 0.005),
     "adamw": (torch.optim.AdamW, {}, 0.005),
-    "sgd": (torch.optim.SGD, {"momentum": 0.9}, 0.05),
-}
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}, 0.05)}
 
 
 def schedule(share: float) -> float:
@@ -109,6 +102,11 @@ def schedule(share: float) -> float:
 # ---- The three data sets ---------------------------------------------------------------------------
 class Rows(TensorDataset):
     """Samples in memory: inputs [n, ...] and targets [n, ...]."""
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """What DataLoader asks for, also through a Subset: a list of samples, or a tuple that is a whole batch."""
+        own_samples = type(self).__getitem__ is not TensorDataset.__getitem__
+        return [self[i] for i in indices] if own_samples else self.batch(indices)
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         """A whole batch at once: one copy, instead of one for each sample."""
@@ -152,8 +150,7 @@ def read_idx(path: str, shape: tuple[int, ...]) -> Tensor:
 
 def load_subj(folder: str, generator: torch.Generator) -> tuple[Sentences, Sentences, Sentences]:
     """Objective (0) and subjective (1) sentences, 80/10/10. Source: Pang and Lee, ACL 2004."""
-    sentences: list[list[bytes]] = []
-    targets: list[int] = []
+    sentences, targets = [], []
     for target, name in enumerate(("plot.tok.gt9.5000", "quote.tok.gt9.5000")):
         what = "text of the subjectivity data set, one sentence a line,"
         content = read_file(os.path.join(folder, name), what)
@@ -206,16 +203,14 @@ CHECKSUMS = {"MNIST": {
     "train-images-idx3-ubyte": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
     "train-labels-idx1-ubyte": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
     "t10k-images-idx3-ubyte": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-    "t10k-labels-idx1-ubyte": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-}, "Subj": {
+    "t10k-labels-idx1-ubyte": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"}, "Subj": {
     "plot.tok.gt9.5000": "5ddc9b44dc60d64d651347fcd7bdd489b0c70661e3f768215c16eea36f51204a",
-    "quote.tok.gt9.5000": "73a2dcf8dc3cbcc7f068a70ef9f021c86b2a8e4dac81566b7fd015b3e938f2c5",
-}}
+    "quote.tok.gt9.5000": "73a2dcf8dc3cbcc7f068a70ef9f021c86b2a8e4dac81566b7fd015b3e938f2c5"}}
 
 
 def download(dataset: str, folder: str, timeout: float) -> None:
     """Fetch the missing files of `dataset` into `folder`, each whole and checked or not at all."""
-    variable = f"{dataset.upper()}_URL"
+    variable, in_archive = f"{dataset.upper()}_URL", dataset == "Subj"
     source = os.environ.get(variable, SOURCES[dataset])
     try:
         os.makedirs(folder, exist_ok=True)
@@ -224,32 +219,36 @@ def download(dataset: str, folder: str, timeout: float) -> None:
                 path = os.path.join(folder, name)
                 if os.path.exists(path) or os.path.exists(path + ".gz"):
                     continue
-                url = source if dataset == "Subj" else f"{source}/{name}.gz"
+                url = source if in_archive else f"{source}/{name}.gz"
                 content = urllib.request.urlopen(url, timeout=timeout).read()
-                if dataset == "Subj":
+                if in_archive:
                     with tarfile.open(fileobj=io.BytesIO(content)) as tar:  # one file is read, none is unpacked
                         content = b"".join(line + b"\n" for line in tar.extractfile(name).read().splitlines())
                 if hashlib.sha256(content).hexdigest() != checksum:
                     raise ValueError(f"{name} from {url} has a wrong checksum and was thrown away")
-                replace_file(path if dataset == "Subj" else path + ".gz", lambda file: file.write(content))
+                replace_file(path if in_archive else path + ".gz", lambda file: file.write(content))
     except Exception as error:  # of the network, the archive or the file system
         raise UsageError(f"--download: {type(error).__name__}: {error}; put the files into {folder} by hand, or name "
                          f"another source in {variable}") from None
 
 
-def lock(path: str, timeout: float = 0) -> IO[bytes]:
-    """Lock `path` against other processes of this machine, until the file that is returned is closed or this process
-    ends. Raises TimeoutError if another has it for `timeout` seconds, OSError or ImportError if locks are unknown."""
-    import fcntl  # not on Windows
-    name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:16]
-    file, deadline = open(os.path.join(tempfile.gettempdir(), f"ddp-{name}.lock"), "ab"), time.monotonic() + timeout
-    while True:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        if time.monotonic() >= deadline:
-            raise TimeoutError(f"another process has locked {path} for {timeout:g} s (--timeout)")
-        time.sleep(0.1)
+def lock(path: str, timeout: float = 0) -> Any:
+    """Lock `path` against other processes of this machine, until what is returned is closed or this process ends.
+    Raises UsageError if another has it for `timeout` seconds; where there are no locks, says so and goes on."""
+    name, deadline = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:16], time.monotonic() + timeout
+    try:
+        import fcntl  # not on Windows
+        file = open(os.path.join(tempfile.gettempdir(), f"ddp-{name}.lock"), "ab")
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return file
+            if time.monotonic() >= deadline:
+                raise UsageError(f"another process writes {path} now: wait for its end, or name another")
+            time.sleep(0.1)
+    except (ImportError, OSError) as error:
+        print(f"no locks here ({error}): make sure that no other process writes {path}", file=sys.stderr)
+        return contextlib.nullcontext()
 
 
 def replace_file(path: str, write: Callable[[IO[bytes]], Any]) -> None:
@@ -290,53 +289,50 @@ def end_with(parent: int, _: int = 0) -> None:
             os._exit(1)
 
 
-# ---- Loaders ---------------------------------------------------------------------------------------
+def keep_freed_memory() -> None:
+    """Have glibc keep the memory of tensors that come and go in each step: new pages would have to be cleared."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):  # musl has none
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD
+
+
+# ---- Loaders, batches and wrappers -----------------------------------------------------------------
 def seed(*numbers: int) -> None:
     """Seed torch and Python's `random`: with one number itself, with several (seed, epoch, rank, …) with a mix."""
-    mixed = int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:7], "big")
-    torch.manual_seed(numbers[0] if len(numbers) == 1 else mixed)
-    random.seed(numbers[0] if len(numbers) == 1 else mixed)
+    number = numbers[0] if len(numbers) == 1 else random.Random(repr(numbers)).getrandbits(56)
+    torch.manual_seed(number)
+    random.seed(number)
 
 
-class BatchSampler(Sampler):
-    """The batches of a shard, as lists of indices, from `skip` samples on. In front of each, what to seed a worker by:
-    so the random numbers of a data set depend neither on the number of workers nor on where a run was resumed."""
+class Batches(torch.utils.data.BatchSampler):
+    """The batches of a shard from `skip` samples on: for DataLoader, what to read, and what reads it. A worker seeds
+    itself for each batch: random numbers depend neither on the workers nor on where a run was resumed."""
 
-    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, seed: int) -> None:
-        self.sampler, self.batch_size, self.drop_last, self.seed, self.skip = sampler, batch_size, drop_last, seed, 0
+    dataset, seed, skip = None, 0, 0
 
     def __len__(self) -> int:
         left = max(0, len(self.sampler) - self.skip)
         return left // self.batch_size if self.drop_last else math.ceil(left / self.batch_size)
 
     def __iter__(self) -> Iterator[tuple]:
-        indices = itertools.islice(iter(self.sampler), self.skip, None)
-        rank, epoch = rank_and_world_size()[0], getattr(self.sampler, "epoch", 0)
-        for i in range(len(self)):
-            batch = list(itertools.islice(indices, self.batch_size))
-            yield (self.seed, epoch, self.skip + i * self.batch_size, rank), batch
-
-
-class Batches(Dataset):
-    """Fetches whole batches of a data set, as DataLoader asks for where it finds `__getitems__`."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
+        numbers = (self.seed, getattr(self.sampler, "epoch", 0), rank_and_world_size()[0])
+        indices = itertools.islice(self.sampler, self.skip, None)
+        for batch in torch.utils.data.BatchSampler(indices, self.batch_size, self.drop_last):
+            yield (*numbers, *batch), batch
 
     def __getitems__(self, request: tuple) -> Any:
         numbers, indices = request
         if get_worker_info() is not None:
             seed(*numbers)
-        dataset, rows = self.dataset, indices
-        while type(dataset) is Subset:  # as random_split makes them
-            dataset, rows = dataset.dataset, [dataset.indices[i] for i in rows]
-        if isinstance(dataset, Rows) and type(dataset).__getitem__ is TensorDataset.__getitem__:
-            return dataset.batch(rows)
-        fetch = getattr(self.dataset, "__getitems__", lambda indices: [self.dataset[i] for i in indices])
-        return getattr(self.dataset, "collate_fn", default_collate)(fetch(indices))
+        if hasattr(self.dataset, "__getitems__"):
+            return self.dataset.__getitems__(indices)
+        return [self.dataset[i] for i in indices]
+
+
+def collate(batch: Any) -> Any:
+    """A batch of a list of samples; what Rows returns is one already."""
+    return batch if isinstance(batch, tuple) else default_collate(batch)
 
 
 def make_loader(dataset: Dataset, sampler: Any, args: Namespace, device: torch.device,
@@ -344,22 +340,18 @@ def make_loader(dataset: Dataset, sampler: Any, args: Namespace, device: torch.d
     """Batches of the samples that `sampler` (any sized iterable of indices) names."""
     workers = args.num_workers > 0
     if drop_last and len(sampler) < args.batch_size:
-        raise UsageError(f"--drop_last leaves no batch: a shard has {len(sampler)} samples, --batch_size is "
-                         f"{args.batch_size}")
-    return DataLoader(Batches(dataset), batch_sampler=BatchSampler(sampler, args.batch_size, drop_last, args.seed),
-                      collate_fn=same, pin_memory=device.type == "cuda", num_workers=args.num_workers,
-                      timeout=workers * args.timeout, worker_init_fn=functools.partial(end_with, os.getpid()),
+        raise UsageError(f"--drop_last leaves no batch of {args.batch_size}: a shard has {len(sampler)} samples")
+    batches = Batches(sampler, args.batch_size, drop_last)
+    batches.dataset, batches.seed = dataset, args.seed
+    return DataLoader(batches, batch_sampler=batches, collate_fn=getattr(dataset, "collate_fn", collate),
+                      pin_memory=device.type == "cuda", num_workers=args.num_workers, timeout=workers * args.timeout,
+                      worker_init_fn=functools.partial(end_with, os.getpid()),
                       # Processes of mp.spawn would spawn their workers, which import torch again.
                       multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
                       # Keep workers alive between epochs: forking again while old threads end sometimes hangs.
                       persistent_workers=workers,
                       # A generator of its own: starting workers then does not change the numbers that dropout draws.
                       generator=torch.Generator().manual_seed(args.seed + rank_and_world_size()[0]))
-
-
-def same(batch: Any) -> Any:
-    """What `Batches` returns is a batch already."""
-    return batch
 
 
 def split_batch(batch: Any, device: torch.device) -> tuple[Any, Any]:
@@ -380,27 +372,45 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-def batch_length(value: Any) -> int:
-    """The number of samples in inputs or targets: the length of the first tensor in them."""
-    while isinstance(value, (tuple, list, dict)) and len(value):
-        value = next(iter(value.values() if isinstance(value, dict) else value))
-    return len(value)
+def checksum(value: Any, crc: int = 0) -> int:
+    """A checksum of what a data set has in memory: its tensors, and numbers and texts in lists and dicts."""
+    if isinstance(value, Tensor):
+        row = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        crc = zlib.crc32(repr((value.dtype, list(value.shape))).encode(), crc)
+        return zlib.crc32((ctypes.c_char * len(row)).from_address(row.data_ptr()), crc) if len(row) else crc
+    value = vars(value) if isinstance(value, Dataset) else value
+    with contextlib.suppress(TypeError, ValueError):
+        return zlib.crc32(json.dumps(value).encode(), crc)
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ():
+        crc = checksum(item, crc)
+    return crc
 
 
 def check_one_per_sample(name: str, values: Any, samples: int) -> None:
     """Raise ValueError unless `values`, from losses() or scores(), has one number for each of so many samples."""
-    if not isinstance(values, Tensor) or values.shape != (samples,):
-        shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(f"{name}() must return one number per sample, a tensor of shape [{samples}] here, but it "
-                         f"returned {shape}: take the mean over all dimensions but the first, for instance")
+    shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    if shape != [samples]:
+        raise ValueError(f"{name}() must return one number per sample, shape [{samples}] here; it returned {shape}")
 
 
-# ---- Wrappers --------------------------------------------------------------------------------------
+class Batch(NamedTuple):
+    """What a training step needs of one micro-batch, on the device of the model."""
+    inputs: Any
+    targets: Any
+    weights: Tensor  # [batch], to be multiplied with the losses: see runtime.batches
+    ends_step: bool  # whether the optimizer steps after this micro-batch
+    counted: slice  # the samples whose weight is not 0
+    loss_sum: Tensor  # of this rank, on the device, as reading it would wait for it
+
+    def record(self, losses: Tensor) -> None:
+        """Add the losses to those of the epoch. Raises ValueError unless they are [batch], one for each sample."""
+        check_one_per_sample("losses", losses, len(self.weights))
+        self.loss_sum.add_(losses.detach()[self.counted].sum(dtype=torch.float64))
+
+
 class Autocast(nn.Module):
-    """Runs a module in bf16 or fp16 where that is safe; what it returns is float32.
-
-    As a module inside DataParallel, since the dtype of autocast is not passed on to the threads that it starts.
-    """
+    """Runs a module in bf16 or fp16 where that is safe; what it returns is float32. It is a module, and inside
+    DataParallel, since the dtype of autocast is not passed on to the threads that DataParallel starts."""
 
     def __init__(self, module: nn.Module, precision: str) -> None:
         super().__init__()
@@ -420,8 +430,16 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
+def load_weights(model: nn.Module, weights: Optional[dict[str, Any]]) -> None:
+    """Load a state dict, if there is one, but for expanded buffers, which cannot be written to and stay as they are."""
+    own = unwrap(model).state_dict()
+    fixed = {name for name, value in own.items() if isinstance(value, Tensor) and 0 in value.stride()}
+    unwrap(model).load_state_dict({name: weights[name] for name in set(weights or ()) - fixed}, strict=False)
+
+
 # ---- Collectives -----------------------------------------------------------------------------------
 BUCKET_BYTES = 25 * 1024 * 1024  # as DDP's own buckets
+LOOPBACK = r"localhost$|127\.|\[?::1"
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -435,13 +453,9 @@ def comm_device() -> torch.device:
 
 
 def reduce_mean(value: Any, nprocs: Optional[int] = None) -> Tensor:
-    """The mean of `value`, a real tensor of any shape or a Python number, over all ranks.
-
-    Returns a new, detached tensor on the device of `value`: floating tensors in their own dtype, everything else
-    in float64. Every rank must call it, with the same shape; dtypes may differ, as the sum is made in float64.
-    `nprocs` is there for compatibility with the notes' function of this name. Raises ValueError if it is given and is
-    not the world size, and TypeError for complex numbers.
-    """
+    """The mean of `value`, a real tensor of any shape or a Python number, over all ranks, which must all call it, as a
+    new, detached tensor on the device of `value`: floating tensors in their own dtype, all else in float64. Raises
+    TypeError for complex numbers, and ValueError if `nprocs`, an argument of the notes, is not the world size."""
     world_size = rank_and_world_size()[1]
     if nprocs is not None and nprocs != world_size:
         raise ValueError(f"reduce_mean: nprocs is {nprocs}, but the world size is {world_size}")
@@ -455,72 +469,56 @@ def reduce_mean(value: Any, nprocs: Optional[int] = None) -> Tensor:
     return result.to(tensor.device, tensor.dtype if tensor.is_floating_point() else torch.float64)
 
 
+@torch.inference_mode(False)  # or what it makes could not be used outside of that mode
 @torch.no_grad()
 def average_gradients(model: nn.Module) -> None:
-    """Replace each gradient by the mean of all ranks' gradients; call it after backward and before the step.
-
-    Not needed with DDP, which has averaged by the end of backward. A gradient that is missing on some ranks counts as
-    zero there; one missing on all stays None. Half precision is summed in float32, so that nothing overflows. A sparse
-    gradient stays sparse, but travels dense. Takes the memory of the gradients once more, and keeps none of it.
-    """
-    world_size = rank_and_world_size()[1]
+    """Replace each gradient by the mean of all ranks' gradients, after backward (DDP has done so by then). One that is
+    missing on some ranks counts as zero there; one missing on all stays None. Half precision is summed in float32, so
+    that nothing overflows. A sparse gradient stays sparse, but travels dense. Needs the gradients' memory once more."""
     kinds: dict[Any, list[nn.Parameter]] = {}
-    for parameter in model.parameters() if world_size > 1 else ():  # a shared parameter comes once
+    for parameter in model.parameters() if rank_and_world_size()[1] > 1 else ():  # a shared parameter comes once
         if parameter.requires_grad:
             kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
     for parameters in kinds.values():
         # Every rank sends every parameter, and whether it has a gradient, and a sparse one: ranks that left some out
         # would pair up different tensors, and asking first would cost a collective.
         yes, no = parameters[0].new_ones(1), parameters[0].new_zeros(1)
-        flags = [yes if flag else no for parameter in parameters for flag in (
-            parameter.grad is not None, parameter.grad is not None and parameter.grad.is_sparse)]
-        row = torch.cat([*map(as_row, parameters), *flags])
+        present = [parameter.grad is not None for parameter in parameters]
+        sparse = [parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters]
+        grads = [dense_gradient(parameter) for parameter in parameters]
+        row = torch.cat([*(grad.reshape(-1) for grad in grads), *(yes if flag else no for flag in present + sparse)])
         row = row.to(torch.promote_types(row.dtype, torch.float32))
         works = [dist.all_reduce(piece, async_op=True) for piece in row.split(BUCKET_BYTES // row.element_size())]
         for work in works:
             work.wait()
-        *means, flags = row.div_(world_size).split([*(p.numel() for p in parameters), len(flags)])
-        put_means(parameters, means, flags)
+        *means, flags = row.div_(dist.get_world_size()).split([*(grad.numel() for grad in grads), 2 * len(grads)])
+        torch._foreach_copy_(grads, [mean.view(grad.shape) for mean, grad in zip(means, grads)])
+        if not all(present):  # this waits for the device
+            present, sparse = (flags.view(2, -1) != 0).tolist()
+        for parameter, grad, on_some_rank, is_sparse in zip(parameters, grads, present, sparse):
+            grad = grad.to_sparse(1) if is_sparse else grad  # whole rows, as an embedding's
+            parameter.grad = grad if on_some_rank else None
 
 
-def as_row(parameter: nn.Parameter) -> Tensor:
-    """The gradient as one row; zeros if there is none."""
+def dense_gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient, or a copy if the means can't be written into it; zeros if there is none."""
     grad = parameter.grad
-    if grad is None:
-        return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-    return (grad.to_dense() if grad.is_sparse else grad).resolve_conj().resolve_neg().contiguous().view(-1)
-
-
-def put_means(parameters: list[nn.Parameter], means: Sequence[Tensor], flags: Tensor) -> None:
-    """Make the means the gradients, in place where there is a dense one."""
-    present, values = [], []
-    for i, (parameter, mean) in enumerate(zip(parameters, means)):
-        grad, mean = parameter.grad, mean.view(parameter.shape)
-        some, sparse = True, grad is not None and grad.is_sparse
-        if grad is None:
-            some, sparse = flags[2 * i:2 * i + 2].tolist()  # waits for the device: only where one is missing
-        if some and sparse:
-            parameter.grad = mean.to(parameter.dtype).to_sparse(1 if grad is None else grad.sparse_dim())
-        elif some and (grad is None or 0 in grad.stride()):  # missing, or expanded: many elements in one place
-            with torch.inference_mode(False):  # with the layout of the parameter, by which fused optimizers go
-                parameter.grad = torch.zeros_like(parameter).copy_(mean)
-        elif some:
-            present.append(grad)
-            values.append(mean)
-    if present:
-        torch._foreach_copy_(present, values)
+    if grad is not None and grad.is_sparse:
+        return grad.to_dense()
+    if grad is not None and 0 not in grad.stride() and not grad.is_conj() and not grad.is_neg():
+        return grad
+    zeros = torch.zeros_like(parameter)  # with its layout, by which fused optimizers go
+    return zeros if grad is None else zeros.copy_(grad)  # an expanded one has many elements in one place
 
 
 @torch.no_grad()
 def average_batch_norm(model: nn.Module, loss_sum: Optional[Tensor] = None) -> None:
     """Give all ranks the mean of BatchNorm's running statistics, which each has from its own shard, and the sum of
     `loss_sum`, a float64 number: in place, by one all-reduce. No other buffer is touched."""
-    if not dist.is_initialized():
-        return
-    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
-    buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
-    values = [*buffers, *([] if loss_sum is None else [loss_sum])]
-    if values:
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    values = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
+    values += [] if loss_sum is None else [loss_sum]
+    if values and dist.is_initialized():
         row = torch.cat([value.reshape(-1).double() for value in values]).to(comm_device())
         dist.all_reduce(row)
         for value, total in zip(values, row.to(values[0].device).split([value.numel() for value in values])):
@@ -532,30 +530,63 @@ def broadcast(value: Any) -> Any:
     rank, world_size = rank_and_world_size()
     if world_size == 1:
         return value
-    tensors, file, device = [], io.BytesIO(), comm_device()
-    # First the structure, in which each tensor is one element that is expanded to its shape; then what is in them.
-    map_tensors(tensors.append, value)
-    torch.save(map_tensors(lambda tensor: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape), value), file)
-    size = torch.tensor(file.tell(), device=device)
-    dist.broadcast(size, src=0)
-    rows = [torch.frombuffer(bytearray(file.getvalue().ljust(int(size))), dtype=torch.uint8)[:int(size)]]
-    for row in itertools.chain(rows, (tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors)):
+
+    def send(row: Tensor) -> None:
         for piece in row.split(BUCKET_BYTES):
-            moved = piece.to(device)
+            moved = piece.to(comm_device())
             dist.broadcast(moved, src=0)
             piece.copy_(moved)
-        if rank > 0 and row is rows[0]:
-            value = torch.load(io.BytesIO(bytes(row.tolist())), weights_only=True)
-            value = map_tensors(lambda small: torch.empty(small.shape, dtype=small.dtype), value)
-            tensors.clear()
-            map_tensors(tensors.append, value)
+
+    # First the structure, in which a dense tensor is one element that is expanded to its shape; then what is in them.
+    tensors, file = [], io.BytesIO()
+    torch.save(map_tensors(lambda tensor: tensor if tensor.is_sparse else torch.zeros((), dtype=tensor.dtype).expand(
+        tensor.shape), value), file)
+    size = torch.tensor([file.tell()])
+    send(size)
+    structure = torch.frombuffer(bytearray(file.getvalue().ljust(int(size))), dtype=torch.uint8)[:int(size)]
+    send(structure)
+    if rank > 0:
+        value = torch.load(io.BytesIO(bytes(structure.tolist())), weights_only=True)
+        value = map_tensors(lambda one: one if one.is_sparse else torch.empty(one.shape, dtype=one.dtype), value)
+    map_tensors(tensors.append, value)
+    for tensor in tensors:
+        if not tensor.is_sparse:
+            send(tensor.contiguous().view(-1).view(torch.uint8))
     return value
+
+
+def warm_up(model: nn.Module, loader: DataLoader) -> None:
+    """One backward pass, whose result is dropped. After its first one DDP puts the gradients into other buckets, and so
+    three ranks sum them in another order. A resumed run must begin with these, as the one that was interrupted had."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if 0 not in buffer.stride()]  # none is expanded
+    inputs, targets = split_batch(next(iter(loader)), next(model.parameters()).device)
+    losses(model.train()(inputs), targets).sum().backward()
+    model.zero_grad()
+    for buffer, value in buffers:
+        buffer.detach().copy_(value)
+
+
+def choose_interface(address: str) -> None:
+    """Gloo tells the others the address of this host's own name, which may be 127.0.1.1, as Debian's installer has it,
+    or none. Have it take the network interface that leads to node 0, by Linux's tables of routes."""
+    on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE") or re.match(LOOPBACK, address)
+    if on_one_node or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with contextlib.suppress(OSError, ValueError):  # another system, or a name that is unknown
+        node_0 = ipaddress.ip_address(socket.getaddrinfo(address.strip("[]"), None)[0][4][0])
+        with open("/proc/net/route") as ipv4, open("/proc/net/ipv6_route") as ipv6:
+            routes = [(ipaddress.ip_network((bytes.fromhex(row[0]), int(row[1], 16))), row[-1])
+                      for row in map(str.split, ipv6)]
+            for name, *digits in map(str.split, ipv4.readlines()[1:]):
+                network, mask = (ipaddress.ip_address(bytes.fromhex(digits[i])[::-1]) for i in (0, 6))
+                routes.append((ipaddress.ip_network(f"{network}/{mask}"), name))
+        found = [(node_0 in network, network.prefixlen, name) for network, name in routes if name != "lo"]
+        os.environ["GLOO_SOCKET_IFNAME"] = max(found)[2]  # the longest prefix is that of the nearest network
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, loader: DataLoader) -> tuple[float, Optional[float]]:
-    """Mean loss and mean score over all samples of all ranks' loaders, which may differ in length. The score is None if
-    the task has none, and the accuracy, 0 to 1, in the tasks here."""
+    """Mean loss and mean score, or None, over all samples of all ranks' loaders, which may differ in length."""
     while isinstance(model, (nn.DataParallel, DDP)):  # a forward of DDP may communicate, and would wait for ranks that
         model = model.module  # have no batch left
     was_training, device = model.training, next(model.parameters()).device
@@ -563,11 +594,12 @@ def evaluate(model: nn.Module, loader: DataLoader) -> tuple[float, Optional[floa
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # losses, samples, scores, samples that have one
     for batch in loader:
         inputs, targets = split_batch(batch, device)
-        outputs, samples = model(inputs), batch_length(targets)
-        for i, function in ((0, losses), (2, scores)):
-            values = function(outputs, targets)
+        outputs, tensors = model(inputs), []
+        map_tensors(tensors.append, targets)
+        samples = len(tensors[0])
+        for i, name, values in ((0, "losses", losses(outputs, targets)), (2, "scores", scores(outputs, targets))):
             if values is not None:
-                check_one_per_sample(function.__name__, values, samples)
+                check_one_per_sample(name, values, samples)
                 sums[i] += values.sum(dtype=torch.float64)
                 sums[i + 1] += samples
     model.train(was_training)

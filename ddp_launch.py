@@ -3,26 +3,22 @@
     python ddp_launch.py                                         # one process, without a launcher or a process group
     torchrun --nproc_per_node=2 ddp_launch.py                    # two processes on this machine
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=2 --master_addr=HOST --master_port=PORT ddp_launch.py
-                                                                 # first of two machines; on the other --node_rank=1
     python -m torch.distributed.launch --nproc_per_node=2 ddp_launch.py                      # torchrun's predecessor
-    srun --nodes=2 --ntasks-per-node=2 python ddp_launch.py      # Slurm starts every process
+    mpirun -np 2 python ddp_launch.py
+    srun --nodes=2 --ntasks-per-node=2 python ddp_launch.py
 
 `grep -n 'DDP [0-9]' ddp_launch.py` prints the recipe; `diff ddp_spawn.py ddp_launch.py`, what the launch changes.
 """
 import contextlib
 import os
-import sys
 from argparse import Namespace
-from datetime import timedelta
 
 import common
 import runtime
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 
@@ -33,38 +29,35 @@ def worker(args: Namespace) -> None:
     # DDP 1: the rank among all processes, and how many there are; local_rank counts on this node alone.
     launched = runtime.launched_ranks(args)
     rank, local_rank, world_size, _ = launched or (0, args.local_rank or 0, 1, 1)
-    timeout = timedelta(seconds=args.timeout)
-    with runtime.errors_in_one_line(local_rank):
-        if args.multi_gpu and not launched:
-            raise common.UsageError("--multi_gpu needs torchrun --nproc_per_node=2 ddp_launch.py --multi_gpu")
-        data = common.load_data(args)
-        # DDP 2: join the others, through the address and port that the launcher has put into the environment.
-        if launched:
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            with runtime.Joining(rank, world_size, address, port, args.timeout) as joining:
-                store = runtime.launched_store(launched, address, port, args.timeout)
-                # DDP 3: the device by LOCAL rank: rank 2 on the second node of two must use cuda:0, not cuda:2.
-                device, backend, problems = runtime.roll_call(joining, store, local_rank, args, data)
-                if device.type == "cuda":
-                    torch.cuda.set_device(device)
-                dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-                dist.all_reduce(torch.zeros(1, device=device))  # nccl connects only now: that too has a time limit
+    if args.multi_gpu and not launched:
+        raise common.UsageError("--multi_gpu needs torchrun --nproc_per_node=2 ddp_launch.py --multi_gpu")
+    data = common.load_data(args)
+    # DDP 2: join the others, through the address and port that the launcher has put into the environment.
+    if launched:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        with runtime.Joining(rank, world_size, address, port, args.timeout) as joining:
+            store = runtime.launched_store(launched, address, port, args.timeout)
+            # DDP 3: the device by LOCAL rank: rank 2 on the second node of two must use cuda:0, not cuda:2.
+            device, backend, problems = runtime.roll_call(joining, store, local_rank, args, data)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=joining.limit)
+            dist.all_reduce(torch.zeros(1, device=device))  # nccl connects only now: that too has a time limit
+    else:
+        device, _, problems = runtime.roll_call(None, None, local_rank, args, data)
+    try:
+        if args.check:
+            runtime.check(rank, world_size, device, problems)
         else:
-            device, _, problems = runtime.roll_call(None, None, local_rank, args, data)
-        try:
-            if args.check:
-                runtime.check(rank, world_size, device, problems)
-            else:
-                train(rank, world_size, device, data, args)
-        finally:
-            leave(args.timeout)
+            train(rank, world_size, device, data, args)
+    finally:
+        leave()
 
 
 def train(rank: int, world_size: int, device: torch.device, data: tuple, args: Namespace) -> None:
     """What every process does, each with its own part of the data."""
     is_main = rank == 0  # DDP 4: one process of the whole world prints and writes; each node has a local rank 0
     train_data, valid_data, test_data = data
-
     # DDP 5: the same seed, so all ranks begin with the same weights; the wrapper averages gradients in backward.
     common.seed(args.seed)
     model = common.build_model(args, train_data).to(device)
@@ -77,14 +70,12 @@ def train(rank: int, world_size: int, device: torch.device, data: tuple, args: N
         # gradients twice, in the parameters and in the buckets in which they travel.
         model = DDP(model, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False,
                     gradient_as_bucket_view=True)
-
     # DDP 6: each rank trains on its own shard. Padded to equal length, as ranks must take equally many steps.
     sampler = DistributedSampler(train_data, num_replicas=world_size, rank=rank, seed=args.seed)
     train_loader = common.make_loader(train_data, sampler, args, device, drop_last=args.drop_last)
     # Evaluation needs no equal steps: shards without padding, so that no sample counts twice.
     valid_loader = common.make_loader(valid_data, range(rank, len(valid_data), world_size), args, device)
     test_loader = common.make_loader(test_data, range(rank, len(test_data), world_size), args, device)
-
     state = runtime.TrainState(model, args, data)
     runtime.start_or_resume(args, state, train_loader)
     for epoch in range(state.epoch, args.epochs):
@@ -95,14 +86,13 @@ def train(rank: int, world_size: int, device: torch.device, data: tuple, args: N
         if is_main:
             state.save(args.checkpoint)
             runtime.log(args, state)
-
-    state.load_best()
+    common.load_weights(model, state.best_model)
     test_loss, test_score = common.evaluate(model, test_loader)
     if is_main:
         runtime.log(args, state, test_loss, test_score)
 
 
-def train_one_epoch(model: nn.Module, loader: DataLoader, state: runtime.TrainState, args: Namespace) -> dict:
+def train_one_epoch(model: torch.nn.Module, loader: object, state: runtime.TrainState, args: Namespace) -> dict:
     """Train on this rank's shard; returns the figures of all ranks together."""
     no_sync = model.no_sync if isinstance(model, DDP) else contextlib.nullcontext
     model.train()
@@ -119,27 +109,22 @@ def train_one_epoch(model: nn.Module, loader: DataLoader, state: runtime.TrainSt
                 common.average_gradients(model)  # after backward: before it, there are only the last step's gradients
             state.optimizer_step()
             state.optimizer.zero_grad()  # or the next step's gradients are added to these
-    # One all-reduce: the mean of BatchNorm's statistics, which each rank has from its own shard, and the sum of losses.
-    return state.end_training()
+    return state.end_training()  # one all-reduce: the sum of losses, and the mean of the shards' BatchNorm statistics
 
 
-def leave(timeout: float) -> None:
+def leave() -> None:
     """End the process group; to be called when `train` has returned or failed."""
-    # DDP 9: destroy the group once nothing refers to it; otherwise its threads may abort the interpreter at exit.
-    # The DDP wrapper refers to it, and lives on in cycles, until they are collected, and in a traceback's frames.
+    # DDP 9: destroy the group once nothing refers to it (DDP wrapper, traceback), or its threads may abort at exit.
     runtime.drop_references()
     if dist.is_initialized():
         dist.destroy_process_group()
-    runtime.let_the_first_speak(sys.exc_info()[1], timeout)
 
 
 def main() -> None:
     parser = runtime.make_parser(__doc__)
     group = parser.add_argument_group("launcher")
-    runtime.add_option(group, "--local_rank", type=runtime.COUNT_OR_NONE, metavar="N",
-                       help="rank on this node, if LOCAL_RANK is not set (default: 0)")
-    runtime.add_option(group, "--multi_gpu", action="store_true",
-                       help="refuse to start without a launcher (default: off)")
+    runtime.add_option(group, "--local_rank", type=runtime.COUNT_OR_NONE, help="rank on this node without LOCAL_RANK")
+    runtime.add_option(group, "--multi_gpu", action="store_true", help="refuse to start without a launcher")
     worker(parser.parse_args())
 
 

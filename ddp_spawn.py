@@ -1,26 +1,21 @@
 """DistributedDataParallel, processes started by torch.multiprocessing.spawn: nothing but Python is needed.
 
     python ddp_spawn.py -n 1 -g 2                                # two processes on this machine
-    python ddp_spawn.py -n 2 -g 2 -nr 0 --master_addr HOST --master_port PORT
-                                                                 # first of two machines; on the other -nr 1
+    python ddp_spawn.py -n 2 -g 2 -nr 0 --master_addr HOST --master_port PORT     # first of two machines; then -nr 1
 
 `grep -n 'DDP [0-9]' ddp_spawn.py` prints the recipe; `diff ddp_spawn.py ddp_launch.py`, what the launch changes.
 """
 import contextlib
 import os
-import socket
 import sys
 from argparse import Namespace
-from datetime import timedelta
 
 import common
 import runtime
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 
@@ -30,7 +25,6 @@ def worker(local_rank: int, args: Namespace, address: str, port: int) -> None:
     common.end_with(mp.parent_process().pid)
     # DDP 1: the rank among all processes, and how many there are; local_rank counts on this node alone.
     rank, world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus
-    timeout = timedelta(seconds=args.timeout)
     with runtime.errors_in_one_line(local_rank):
         data = common.load_data(args)
         # DDP 2: join the others, through the store that node 0's parent process keeps at this address and port.
@@ -40,7 +34,7 @@ def worker(local_rank: int, args: Namespace, address: str, port: int) -> None:
             device, backend, problems = runtime.roll_call(joining, store, local_rank, args, data)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=joining.limit)
             dist.all_reduce(torch.zeros(1, device=device))  # nccl connects only now: that too has a time limit
         try:
             if args.check:
@@ -48,14 +42,13 @@ def worker(local_rank: int, args: Namespace, address: str, port: int) -> None:
             else:
                 train(rank, world_size, device, data, args)
         finally:
-            leave(args.timeout)
+            leave()
 
 
 def train(rank: int, world_size: int, device: torch.device, data: tuple, args: Namespace) -> None:
     """What every process does, each with its own part of the data."""
     is_main = rank == 0  # DDP 4: one process of the whole world prints and writes; each node has a local rank 0
     train_data, valid_data, test_data = data
-
     # DDP 5: the same seed, so all ranks begin with the same weights; the wrapper averages gradients in backward.
     common.seed(args.seed)
     model = common.build_model(args, train_data).to(device)
@@ -68,14 +61,12 @@ def train(rank: int, world_size: int, device: torch.device, data: tuple, args: N
         # gradients twice, in the parameters and in the buckets in which they travel.
         model = DDP(model, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False,
                     gradient_as_bucket_view=True)
-
     # DDP 6: each rank trains on its own shard. Padded to equal length, as ranks must take equally many steps.
     sampler = DistributedSampler(train_data, num_replicas=world_size, rank=rank, seed=args.seed)
     train_loader = common.make_loader(train_data, sampler, args, device, drop_last=args.drop_last)
     # Evaluation needs no equal steps: shards without padding, so that no sample counts twice.
     valid_loader = common.make_loader(valid_data, range(rank, len(valid_data), world_size), args, device)
     test_loader = common.make_loader(test_data, range(rank, len(test_data), world_size), args, device)
-
     state = runtime.TrainState(model, args, data)
     runtime.start_or_resume(args, state, train_loader)
     for epoch in range(state.epoch, args.epochs):
@@ -86,14 +77,13 @@ def train(rank: int, world_size: int, device: torch.device, data: tuple, args: N
         if is_main:
             state.save(args.checkpoint)
             runtime.log(args, state)
-
-    state.load_best()
+    common.load_weights(model, state.best_model)
     test_loss, test_score = common.evaluate(model, test_loader)
     if is_main:
         runtime.log(args, state, test_loss, test_score)
 
 
-def train_one_epoch(model: nn.Module, loader: DataLoader, state: runtime.TrainState, args: Namespace) -> dict:
+def train_one_epoch(model: torch.nn.Module, loader: object, state: runtime.TrainState, args: Namespace) -> dict:
     """Train on this rank's shard; returns the figures of all ranks together."""
     no_sync = model.no_sync if isinstance(model, DDP) else contextlib.nullcontext
     model.train()
@@ -110,40 +100,32 @@ def train_one_epoch(model: nn.Module, loader: DataLoader, state: runtime.TrainSt
                 common.average_gradients(model)  # after backward: before it, there are only the last step's gradients
             state.optimizer_step()
             state.optimizer.zero_grad()  # or the next step's gradients are added to these
-    # One all-reduce: the mean of BatchNorm's statistics, which each rank has from its own shard, and the sum of losses.
-    return state.end_training()
+    return state.end_training()  # one all-reduce: the sum of losses, and the mean of the shards' BatchNorm statistics
 
 
-def leave(timeout: float) -> None:
+def leave() -> None:
     """End the process group; to be called when `train` has returned or failed."""
-    # DDP 9: destroy the group once nothing refers to it; otherwise its threads may abort the interpreter at exit.
-    # The DDP wrapper refers to it, and lives on in cycles, until they are collected, and in a traceback's frames.
+    # DDP 9: destroy the group once nothing refers to it (DDP wrapper, traceback), or its threads may abort at exit.
     runtime.drop_references()
     if dist.is_initialized():
         dist.destroy_process_group()
-    runtime.let_the_first_speak(sys.exc_info()[1], timeout)
 
 
 def main() -> None:
     parser = runtime.make_parser(__doc__)
     group = parser.add_argument_group("nodes")
-    group.add_argument("-n", "--nodes", type=runtime.COUNT, default=1, metavar="N", help="machines (default: 1)")
-    group.add_argument("-g", "--gpus", type=runtime.COUNT, default=1, metavar="N",
-                       help="processes on each machine, one per GPU where there are GPUs (default: 1)")
-    group.add_argument("-nr", "--nr", type=runtime.COUNT_OR_NONE, default=0, metavar="N",
-                       help="node rank: the number of this machine, from 0 (default: 0)")
-    runtime.add_option(group, "--master_addr", metavar="HOST",
-                       help="address of machine 0 (default: MASTER_ADDR; not needed for one machine)")
-    runtime.add_option(group, "--master_port", metavar="PORT", type=runtime.number(int, 1, 65535),
-                       help="a port that is free there (default: MASTER_PORT; for one machine any free port)")
+    runtime.add_option(group, "-n", "--nodes", type=runtime.COUNT, default=1, help="machines")
+    runtime.add_option(group, "-g", "--gpus", type=runtime.COUNT, default=1, help="processes per machine, one per GPU")
+    runtime.add_option(group, "-nr", "--nr", type=runtime.COUNT_OR_NONE, default=0, help="number of this machine")
+    runtime.add_option(group, "--master_addr", help="address of machine 0, if there are more (default: MASTER_ADDR)")
+    runtime.add_option(group, "--master_port", type=runtime.number(int, 1, 65535), help="port (default: MASTER_PORT)")
     args = parser.parse_args()
-    if args.nodes == 1:
-        runtime.refuse_launcher("ddp_spawn.py")
+    if args.nodes == 1 and runtime.find_launcher():
+        raise common.UsageError("ddp_spawn.py starts its own processes: start it with python, or use ddp_launch.py")
     address, port = runtime.address_of_node_0(args)
-    data = common.load_data(args)  # here only to find mistakes before anything starts; each process reads its own
-    own = runtime.describe(args.nr * args.gpus, 0, args.nodes * args.gpus, args, data)
-    runtime.assign_devices([{**own, "local_rank": i} for i in range(args.gpus)])
-    del data
+    # Find mistakes before anything starts; each process reads its own data.
+    own = runtime.describe(args.nr * args.gpus, 0, args.nodes * args.gpus, args, common.load_data(args))
+    runtime.assign_devices([{**own, "rank": own["rank"] + i, "local_rank": i} for i in range(args.gpus)])
     if args.nr == 0:
         store = runtime.make_store(address, port, args.timeout, is_master=True)  # kept here, for all processes
         port = store.port
@@ -154,7 +136,7 @@ def main() -> None:
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:  # has the traceback of the rank in its text
         if getattr(error, "exit_code", None) in (1, 2):  # the rank itself has said why, in one line
             sys.exit(error.exit_code)
-        rank, host = args.nr * args.gpus + error.error_index, socket.gethostname()
+        rank, host = own["rank"] + error.error_index, own["host"]
         sys.exit(f"ddp_spawn.py: error: rank {rank} of {args.nodes * args.gpus} on host {host} failed: {error}")
 
 

@@ -1,9 +1,7 @@
-"""nn.DataParallel: one process, which splits each batch over the GPUs of one machine.
+"""nn.DataParallel: one process splits each batch over the GPUs of a machine. Easy, and slow: the first one sums up.
 
     python dp_example.py                # who gets which part of a batch, as in the notes
     python dp_example.py --epochs 2     # trains what the two DDP scripts train
-
-Easy, and slow: the first GPU gathers the outputs and sums the gradients. Without a GPU it is a plain loop.
 """
 import os
 from argparse import Namespace
@@ -51,8 +49,7 @@ def demonstrate(args: Namespace) -> None:
     model = Model(args.input_size, args.output_size)
     if device.type == "cuda" and torch.cuda.device_count() > 1:
         print("Let's use", torch.cuda.device_count(), "GPUs!")
-        # A batch of 30 is split along dimension 0: 10 each for three GPUs.
-        model = nn.DataParallel(model)
+        model = nn.DataParallel(model)  # splits a batch of 30 along dimension 0: 10 each for three GPUs
     model.to(device)
     for data in loader:
         inputs = data.to(device)
@@ -68,59 +65,48 @@ def train(args: Namespace) -> None:
     model = common.build_model(args, train_data).to(device)
     if args.precision != "fp32":
         model = common.Autocast(model, args.precision)
-    # The wrapper is called like the module. Its first GPU has the weights; the copies last for one forward.
-    model = nn.DataParallel(model)
-
+    model = nn.DataParallel(model)  # called like the module; the first GPU has the weights, copies last for one forward
     # One process has the whole data. This sampler gives it in the order that all ranks of a DDP run have together.
     sampler = DistributedSampler(train_data, num_replicas=1, rank=0, seed=args.seed)
     train_loader = common.make_loader(train_data, sampler, args, device, drop_last=args.drop_last)
     valid_loader = common.make_loader(valid_data, range(len(valid_data)), args, device)
     test_loader = common.make_loader(test_data, range(len(test_data)), args, device)
-
     state = runtime.TrainState(model, args, data)
     runtime.start_or_resume(args, state, train_loader)
     for epoch in range(state.epoch, args.epochs):
         sampler.set_epoch(epoch)
-        figures = train_one_epoch(model, train_loader, state, args)
+        model.train()
+        for batch in runtime.batches(train_loader, state, args):
+            outputs = model(batch.inputs)  # split over the GPUs, computed there, and gathered on the first
+            losses = common.losses(outputs, batch.targets)  # [batch], one for each sample
+            batch.record(losses)
+            loss = (losses * batch.weights).sum()  # the mean over all samples of the step
+            loss.backward()  # back through the copies: the first GPU gets the sum of their gradients
+            if batch.ends_step:
+                state.optimizer_step()
+                state.optimizer.zero_grad()  # or the next step's gradients are added to these
+        figures = state.end_training()
         valid_loss, valid_score = common.evaluate(model, valid_loader)
         state.end_epoch(figures, valid_loss, valid_score)
         state.save(args.checkpoint)
         runtime.log(args, state)
-
-    state.load_best()
+    common.load_weights(model, state.best_model)
     test_loss, test_score = common.evaluate(model, test_loader)
     runtime.log(args, state, test_loss, test_score)
-
-
-def train_one_epoch(model: nn.Module, loader: DataLoader, state: runtime.TrainState, args: Namespace) -> dict:
-    """Train on the whole data; returns the figures."""
-    model.train()
-    for batch in runtime.batches(loader, state, args):
-        outputs = model(batch.inputs)  # split over the GPUs, computed there, and gathered on the first
-        losses = common.losses(outputs, batch.targets)  # [batch], one for each sample
-        batch.record(losses)
-        loss = (losses * batch.weights).sum()  # the mean over all samples of the step
-        loss.backward()  # back through the copies: the first GPU gets the sum of their gradients
-        if batch.ends_step:
-            state.optimizer_step()
-            state.optimizer.zero_grad()  # or the next step's gradients are added to these
-    return state.end_training()
 
 
 def main() -> None:
     parser = runtime.make_parser(__doc__, ddp=False)
     parser.set_defaults(batch_size=30, epochs=None)
     group = parser.add_argument_group("without --epochs: who gets which part of a batch")
-    runtime.add_option(group, "--input_size", type=runtime.COUNT, default=5, metavar="N",
-                       help="numbers per random vector")
-    runtime.add_option(group, "--output_size", type=runtime.COUNT, default=2, metavar="N",
-                       help="outputs of the model")
-    runtime.add_option(group, "--data_size", type=runtime.COUNT, default=100, metavar="N",
-                       help="random vectors")
+    runtime.add_option(group, "--input_size", type=runtime.COUNT, default=5, help="numbers per random vector")
+    runtime.add_option(group, "--output_size", type=runtime.COUNT, default=2, help="outputs of the model")
+    runtime.add_option(group, "--data_size", type=runtime.COUNT, default=100, help="random vectors")
     args = parser.parse_args()
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DataParallel takes every GPU that it sees
-    runtime.refuse_launcher("dp_example.py")
+    if runtime.find_launcher():
+        raise common.UsageError("dp_example.py is one process: start it with python; ddp_launch.py is for launchers")
     if args.epochs is not None:
         train(args)
     elif args.checkpoint or args.resume or args.metrics or args.download or args.dataset != "synthetic":

@@ -4,81 +4,63 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import ctypes
 import gc
-import hashlib
 import json
 import math
 import os
-import platform
 import re
 import signal
 import socket
-import statistics
 import sys
 import tempfile
 import threading
 import time
 import traceback
 import warnings
-import zlib
 from argparse import Namespace
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Callable, Iterator, Optional, Sequence
 
 import common
 import torch
 import torch.distributed as dist
-from common import UsageError, rank_and_world_size
+from common import UsageError, checksum, keep_freed_memory, rank_and_world_size
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 PARENT = os.getppid()  # the launcher, if there is one; later it could be gone
-# Its new name, forward_sync_buffers, is unknown before torch 2.13.
-warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # torch before 2.13 has no other name
 
 
 # ---- Processes and errors --------------------------------------------------------------------------
-class Failure(UsageError):
-    """A failure while running that one line explains better than a traceback."""
-    exit_code = 1
-
-
-HINTS = {  # text in an error of torch's, and a line to put below it
-    "Expected to have finished reduction": "--grad_sync manual can train a model in which parameters get no gradient in "
-                                           "some steps",
-    "Expected more than 1 value per channel": "BatchNorm cannot train on a batch of one sample: --drop_last leaves out "
-                                              "the last, shorter batch of each shard; or choose another --batch_size"}
-
-
 @contextlib.contextmanager
 def errors_in_one_line(local_rank: int = 0) -> Iterator[None]:
-    """Report a UsageError as one line on standard error and exit code 2, a Failure with exit code 1."""
+    """Report a UsageError as one line on standard error and exit code."""
+    with contextlib.suppress(AttributeError):  # of the streams that tests put there
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     try:
         yield
     except UsageError as error:
         if local_rank > 0:
-            time.sleep(5)  # local rank 0 finds the same mistake and says it, and the launcher ends the others
+            time.sleep(5)  # local rank 0 says the same, and the launcher ends the others
         if local_rank == 0 or not error.on_all_ranks:
             say(f"error: {error}")
         sys.exit(error.exit_code)
     except (RuntimeError, ValueError) as error:
-        for text, hint in HINTS.items():
+        if re.match("(?is)(?!.*timed out).*(gloo|nccl|connection)", str(error)):
+            time.sleep(2)  # the connection to a rank that failed: let that one end first, as launchers report the first
+        for text, hint in (("finished reduction", "--grad_sync manual trains parameters without a gradient in a step"),
+                           ("more than 1 value per channel", "--drop_last leaves out a last batch of one sample")):
             error.args = (f"{error}\n{hint}",) if text in str(error) else error.args
         raise
 
 
 def run(main: Callable[[], None]) -> None:
     """Call a script's `main`, with errors in one line."""
-    local_ranks = [os.environ[names[1]] for names in LAUNCHERS.values() if os.environ.get(names[1], "").isdecimal()]
-    for stream in sys.stdout, sys.stderr:
-        with contextlib.suppress(AttributeError):  # a character that cannot be printed must not end a run
-            stream.reconfigure(errors="backslashreplace")
-    with errors_in_one_line(int((local_ranks or [0])[0])):
+    local_ranks = [os.environ.get(variables[1], "") for variables in LAUNCHERS.values()]
+    with errors_in_one_line(next((int(text) for text in local_ranks if text.isdecimal()), 0)):
         main()
 
 
@@ -88,44 +70,19 @@ def say(text: str) -> None:
         print(f"{os.path.basename(sys.argv[0])}: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
-def show(text: str) -> None:
-    """Print lines of results. Raises Failure if standard output is closed or full."""
-    try:
-        print(text + "\n", end="", flush=True)  # in one write
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own flush at the end fails again
-        raise Failure(f"standard output cannot be written ({error.strerror}): the run ends; what it has saved is in "
-                      "--checkpoint and --metrics") from None
-
-
 def end_on_signals() -> None:
     """Have Ctrl-C and SIGTERM end this process at once, without a traceback; files stay whole."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if os.getpid() == 1:  # in a container: Linux ignores these signals there, so the work moves to a child process
-        child = os.fork()
-        if child:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda number, _: os.kill(child, number))
-            status = os.waitpid(child, 0)[1]
-            os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep the memory of tensors that come and go in each step: new pages would have to be cleared."""
-    if platform.libc_ver()[0] == "glibc" and not any(name.startswith("MALLOC_") for name in os.environ):
-        ctypes.CDLL(None).mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
-        ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD
+    child = os.fork() if os.getpid() == 1 else 0  # in a container, where Linux ignores signals to process 1
+    if child:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: os.kill(child, number))
+        status = os.waitpid(child, 0)[1]
+        os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
 
 
 # ---- Options ---------------------------------------------------------------------------------------
-class Parser(argparse.ArgumentParser):
-    """Reports a mistake as a UsageError, in one line."""
-
-    def error(self, message: str) -> Any:
-        raise UsageError(f"{message} (--help lists the options)")
-
-
 def number(kind: Callable[[str], Any], low: float, high: float = 2**31 - 1) -> Callable[[str], Any]:
     """An option type: an int or a float, as `kind` says, from `low` to `high`."""
     def parse(text: str) -> Any:
@@ -137,16 +94,14 @@ def number(kind: Callable[[str], Any], low: float, high: float = 2**31 - 1) -> C
 
 
 COUNT, COUNT_OR_NONE, POSITIVE = number(int, 1), number(int, 0), number(float, 1e-9, 1e9)
-NAMES = {name.lower(): name for name in common.DATASETS}
 RATES = ", ".join(f"{rate} for {name}" for name, (_, _, rate) in common.OPTIMIZERS.items())
 FLAG, FILE = {"action": "store_true"}, {"metavar": "FILE"}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "data": {
-        "--dataset": dict(type=lambda text: NAMES.get(text.lower(), text), choices=common.DATASETS, default="synthetic",
-                          help="in upper or lower case"),
+        "--dataset": dict(type=lambda text: next((n for n in common.DATASETS if n.lower() == text.lower()), text),
+                          choices=common.DATASETS, default="synthetic", help="in upper or lower case"),
         "--data_root": dict(metavar="DIR", default="data", help="holds MNIST/raw and Subj"),
-        "--download": dict(FLAG, help="fetch missing files, once per node, and check them; MNIST_URL and SUBJ_URL may "
-                           "name the folder and the archive to fetch from"),
+        "--download": dict(FLAG, help="fetch missing files, once per node; MNIST_URL and SUBJ_URL name other sources"),
         "--num_workers": dict(type=COUNT_OR_NONE, default=0, help="data-loading processes per training process")},
     "training": {
         "--epochs": dict(type=COUNT_OR_NONE, default=2, help="passes over the training data"),
@@ -164,71 +119,64 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "devices and processes": {
         "--device": dict(choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs, if each rank can have one"),
         "--backend": dict(choices=("auto", "nccl", "gloo"), default="auto", help="auto: nccl on GPUs, gloo on CPUs"),
-        "--timeout": dict(type=number(float, 1, 2_000_000), metavar="SECONDS", default=600, help="how many seconds to "
-                          "wait for other ranks, a download or a data-loading process, before an error"),
-        "--check": dict(FLAG, help="in place of training, say who is where, and whether ranks and all-reduces are "
-                        "right, and how fast")},
+        "--timeout": dict(type=number(float, 1, 2e6), metavar="SECONDS", default=600, help="how many seconds to wait"),
+        "--check": dict(FLAG, help="in place of training: who is where, are all-reduces right, and how fast")},
     "files": {
         "--checkpoint": dict(FILE, help="written after every epoch (default: none)"),
         "--checkpoint_steps": dict(type=COUNT, help="written after every N steps of an epoch as well (default: off)"),
         "--resume": dict(FLAG, help="continue from --checkpoint if that file exists"),
-        "--metrics": dict(FILE, help="JSON Lines: an object per epoch, then the test result (default: none)")},
-}
-DDP_ONLY = {"--backend": "auto", "--grad_sync": "ddp", "--compile": False, "--check": False}
+        "--metrics": dict(FILE, help="JSON Lines: an object per epoch, then the test result (default: none)")}}
+DDP_ONLY = {"backend": "auto", "grad_sync": "ddp", "compile": False, "check": False}
 
 
-def add_option(group: Any, name: str, *names: str, **settings: Any) -> None:
-    """Add an option; its name is taken with dashes too, and --help shows its default."""
+def add_option(group: Any, *names: str, **settings: Any) -> None:
+    """Add an option, whose names are taken with dashes too; --help shows its default."""
     if settings.get("action") or settings.get("default") is not None:
         settings["help"] += " (default: off)" if settings.get("action") else " (default: %(default)s)"
-    if settings.get("type") in (COUNT, COUNT_OR_NONE):
-        settings["metavar"] = "N"
-    group.add_argument(name, *names, **settings)
-    for name in (name, *names):
-        if "_" in name:
-            hidden = dict(dest=name.lstrip("-"), help=argparse.SUPPRESS, default=argparse.SUPPRESS)
-            group.add_argument(name.replace("_", "-"), **{**settings, **hidden})
+    group.add_argument(*names, **settings)
+    if "_" in names[-1]:
+        hidden = {"dest": names[-1][2:], "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        group.add_argument(names[-1].replace("_", "-"), **{**settings, **hidden})
 
 
-def make_parser(description: Optional[str], ddp: bool = True) -> Parser:
+def make_parser(description: Optional[str], ddp: bool = True) -> argparse.ArgumentParser:
     """The options of all three scripts; `ddp` adds those that need several processes."""
-    parser = Parser(description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-                    usage="%(prog)s [options]", epilog="Long options may have dashes: --batch-size 50.")
+    parser = argparse.ArgumentParser(
+        description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [options]", epilog="Long options may have dashes: --batch-size 50.")
+    def refuse(message: str) -> None:
+        raise UsageError(f"{message} (--help lists the options)")
+    parser.error = refuse
+    parser.set_defaults(**DDP_ONLY)
     for title, options in OPTIONS.items():
         group = parser.add_argument_group(title)
         for name, settings in options.items():
-            if ddp or name not in DDP_ONLY:
+            if ddp or name[2:] not in DDP_ONLY:
                 add_option(group, name, **settings)
-            else:
-                parser.set_defaults(**{name[2:]: DDP_ONLY[name]})
     return parser
 
 
-# ---- Launchers -------------------------------------------------------------------------------------
 LAUNCHERS = {  # variables of rank, local rank, world size and local world size; the first that fits counts
     "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     "mpirun of Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE",
                            "OMPI_COMM_WORLD_LOCAL_SIZE"),
     "mpirun of MPICH": ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),
-    "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
-}
+    "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")}
 
 
 def find_launcher() -> str:
     """The launcher that has started this process as one of several, or torchrun as the only one; "" without one."""
-    env = os.environ
-    if "RANK" in env or "WORLD_SIZE" in env:
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return "torchrun"
-    found = [name for name, (_, _, size, _) in LAUNCHERS.items() if env.get(size, "1") != "1"]
-    if found[:1] == ["mpirun of MPICH"] and "MPI_LOCALRANKID" not in env and "srun" in found:
+    found = [name for name, (_, _, size, _) in LAUNCHERS.items() if os.environ.get(size, "1") != "1"]
+    if found[:1] == ["mpirun of MPICH"] and "MPI_LOCALRANKID" not in os.environ and "srun" in found:
         return "srun"  # with --mpi=pmi2, which sets some of MPICH's variables
     return (found or [""])[0]
 
 
 def launched_ranks(args: Namespace) -> tuple:
     """(rank, local rank, world size, local world size) from a launcher's variables; () without one. Sets MASTER_ADDR
-    and MASTER_PORT where the launcher does not. Raises UsageError in a process that is one of several and cannot tell
-    which, or where to meet the others."""
+    and MASTER_PORT where the launcher does not. Raises UsageError if one of several cannot tell which, or where."""
     env, name = os.environ, find_launcher()
     if not name:
         return ()
@@ -248,25 +196,16 @@ def launched_ranks(args: Namespace) -> tuple:
             env.setdefault("MASTER_ADDR", "127.0.0.1")
             env.setdefault("MASTER_PORT", str(10000 + PARENT % 20000))
         elif not env.get("MASTER_ADDR") or not env.get("MASTER_PORT"):
-            raise UsageError(f"{name} on several nodes needs MASTER_ADDR and MASTER_PORT, the host of rank 0 and a "
-                             "free port there: with Open MPI, mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 …; "
-                             "with MPICH, export both before mpirun")
+            raise UsageError(f"{name} on several nodes needs MASTER_ADDR and MASTER_PORT of rank 0: export them, with "
+                             "Open MPI by mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 …")
         ranks = int(rank), int(local_rank), int(size), int(local_size)
         fits = 0 <= ranks[0] < ranks[2] and 0 <= ranks[1] < ranks[3] and 0 < int(env["MASTER_PORT"]) < 65536
         if not fits or not env["MASTER_ADDR"]:
             raise ValueError(f"rank {rank} of {size}, local rank {local_rank} of {local_size}, {env['MASTER_PORT']}")
         return ranks
     except (KeyError, ValueError, TypeError, IndexError) as error:
-        raise UsageError(f"the variables {', '.join(LAUNCHERS[name])}, MASTER_ADDR and MASTER_PORT do not fit together "
-                         f"({type(error).__name__}: {error}): unset them, or start with torchrun") from None
-
-
-def refuse_launcher(script: str) -> None:
-    """Raise UsageError if a launcher has started this script several times: they would be independent trainings."""
-    name = find_launcher()
-    if name and os.environ.get(LAUNCHERS[name][2]) != "1":
-        raise UsageError(f"{name} has started {script} as one of several processes, each of which would train alone: "
-                         f"start it once, with python {script}, or start ddp_launch.py with {name}")
+        raise UsageError(f"the variables {', '.join(LAUNCHERS[name])}, MASTER_ADDR and MASTER_PORT must be set and fit "
+                         f"together ({type(error).__name__}: {error}); or start with torchrun") from None
 
 
 def address_of_node_0(args: Namespace) -> tuple[str, int]:
@@ -275,44 +214,39 @@ def address_of_node_0(args: Namespace) -> tuple[str, int]:
         raise UsageError(f"-nr {args.nr}: with -n {args.nodes} the node rank is one of 0 to {args.nodes - 1}")
     if args.nodes == 1:
         return "127.0.0.1", args.master_port or 0
-    address, port = args.master_addr or os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    port = args.master_port or (int(port) if port.isdecimal() else 0)
-    if not address or not 0 < port < 65536:
-        raise UsageError(f"-n {args.nodes} needs --master_addr and --master_port (or MASTER_ADDR and MASTER_PORT): "
-                         "where machine 0 is, and a port from 1 to 65535 that is free there")
-    return address, port
+    address = args.master_addr or os.environ.get("MASTER_ADDR")
+    port = str(args.master_port or os.environ.get("MASTER_PORT"))
+    if not address or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(f"-n {args.nodes} needs --master_addr and --master_port, or MASTER_ADDR and MASTER_PORT")
+    return address, int(port)
 
 
-# ---- Joining and leaving ---------------------------------------------------------------------------
-LOOPBACK = r"localhost$|127\.|\[?::1"
-
-
+# ---- Joining, leaving and the roll call ------------------------------------------------------------
 def make_store(address: str, port: int, timeout: float, is_master: bool) -> dist.TCPStore:
-    """The key-value store in which ranks meet, or, unless `is_master`, a connection to it. A store at an address of
-    loopback listens only there. Port 0 takes a free one, which nobody else can take between picking and binding."""
+    """The store in which ranks meet, or a connection to it. Port 0: a free one. At loopback it listens only there."""
     address, listening = address.strip("[]"), {}
-    if is_master and re.match(LOOPBACK, address):
-        try:
+    try:
+        if is_master and re.match(common.LOOPBACK, address):
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listener = socket.create_server((address, port), family=family, backlog=1024)
-        except OSError as error:
-            raise UsageError(f"port {port} is taken: choose another one, with --master_port or in MASTER_PORT "
-                             f"({error.strerror})") from None
-        port = listener.getsockname()[1]
-        listening["master_listen_fd"] = listener.detach()  # the store closes it
-    return dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False,
-                         timeout=timedelta(seconds=timeout), **listening)
+            port = listener.getsockname()[1]
+            listening["master_listen_fd"] = listener.detach()  # the store closes it
+        return dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False,
+                             timeout=timedelta(seconds=timeout), **listening)
+    except (OSError, RuntimeError) as error:
+        if is_master and re.search("in use|denied", str(error), re.I):
+            raise UsageError(f"port {port} is taken: choose another, with --master_port or in MASTER_PORT") from None
+        raise
 
 
 def launched_store(launched: tuple, address: str, port: int, timeout: float) -> dist.Store:
     """The store at the launcher's address and port, which torchrun keeps itself, and else rank 0. Names in it are of
-    this run: not of another step or mpirun, nor of the attempt that torchrun has restarted."""
-    (rank, _, world_size, local_world_size), env, launcher = launched, os.environ, find_launcher()
-    run = str(PARENT) if launcher != "torchrun" else env.get("TORCHELASTIC_RESTART_COUNT", "")
-    if launcher == "srun":
+    this step or mpirun or, since torchrun keeps the store when it restarts the processes, of this attempt."""
+    (rank, _, world_size, local_world_size), env, run = launched, os.environ, ""
+    if find_launcher() == "srun":
         run = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID')}"
-    elif world_size != local_world_size:  # other nodes have other parents, and may have other counts of restarts
-        run = ""
+    elif world_size == local_world_size:  # other nodes have other parents, and may count other attempts
+        run = env.get("TORCHELASTIC_RESTART_COUNT", "") if find_launcher() == "torchrun" else str(PARENT)
     is_master = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return dist.PrefixStore(run, make_store(address, port, timeout, is_master))
 
@@ -324,32 +258,31 @@ class Joining:
     def __init__(self, rank: int, world_size: int, address: str, port: int, timeout: float) -> None:
         self.rank, self.world_size, self.address, self.port, self.timeout = rank, world_size, address, port, timeout
         self.missing = f"rank 0 of {world_size}"  # until the store answers, which is with rank 0
+        self.limit, self.over = timedelta(seconds=timeout), threading.Event()
 
     def __enter__(self) -> Joining:
         import torch._dynamo  # noqa: F401 - or DDP's constructor does, while ranks that are there already wait for it
         self.started = time.monotonic()
-        self.timers = (threading.Timer(4, lambda: say(self.text("waits"))), threading.Timer(
-            self.timeout + 1, lambda: (say("error: " + self.text("waited in vain")), os._exit(1))))
-        for timer in self.timers:
-            timer.daemon = True
-            timer.start()
-        choose_interface(self.address, self.port)
+        threading.Thread(target=self.watch, daemon=True).start()
+        common.choose_interface(self.address)
         return self
 
+    def watch(self) -> None:
+        if not self.over.wait(min(4, self.timeout + 1)):
+            say(self.text("waits"))
+        if not self.over.wait(max(0, self.started + self.timeout + 1 - time.monotonic())):
+            say(f"error: {self.text('waited in vain')}")
+            os._exit(1)
+
     def __exit__(self, kind: Any, error: Optional[BaseException], _: Any) -> None:
-        for timer in self.timers:
-            timer.cancel()
+        self.over.set()
         if isinstance(error, (RuntimeError, OSError)):
-            if re.search("EADDRINUSE|address already in use", str(error), re.I):
-                raise UsageError(f"port {self.port} is taken: choose another one, in MASTER_PORT") from None
             raise ConnectionError(f"{self.text('waited in vain')} ({str(error).splitlines()[0]})") from None
 
     def text(self, waits: str) -> str:
-        srun = "in a Slurm job start with srun python ddp_launch.py; " * (find_launcher() == "srun")
-        advice = (f": start all ranks, {srun}with one address, port, number of nodes and number of processes; where "
-                  "hosts have several networks, set GLOO_SOCKET_IFNAME to the interface of the right one")
         return (f"rank {self.rank} of {self.world_size} at {self.address}:{self.port} {waits} for {self.missing}, "
-                f"{self.timeout:g} s at most (--timeout){advice * (waits != 'waits')}")
+                f"{self.timeout:g} s at most (--timeout): start all ranks, with one address, port and world size; if "
+                "hosts have several networks, set GLOO_SOCKET_IFNAME to the interface of the right one")
 
     def wait(self, store: dist.Store, key: str) -> bytes:
         """The value of a key that another rank sets; meanwhile, find out which ranks are missing."""
@@ -357,88 +290,29 @@ class Joining:
             with contextlib.suppress(RuntimeError):  # the pause is over; a lost connection fails again below
                 store.wait([key], timedelta(seconds=pause))
                 break
-            there = {int(rank) for rank in store.get("present").split()}
-            missing = [str(rank) for rank in range(self.world_size) if rank not in there]
+            there = store.get("present").decode().split()
+            missing = [str(rank) for rank in range(self.world_size) if str(rank) not in there]
             self.missing = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {self.world_size}"
         return store.get(key)
 
-    def roll_call(self, store: dist.Store, own: dict[str, Any]) -> dict[str, Any]:
-        """Tell what this rank has. Rank 0 gathers, decides and answers: which device each rank takes, or an error."""
-        arrival = store.add("arrivals", 1)  # not the rank: of two with the same rank, both are to be seen
-        store.set(f"arrival {arrival}", json.dumps(own))
-        store.append("present", f"{self.rank} ")
-        if self.rank == 0:
-            store.set("answer", json.dumps(self.decide(store, own)))
-        answer = json.loads(self.wait(store, "answer"))
-        if store.add("answered", 1) == self.world_size:
-            store.set("all answered", "")
-        if "error" in answer and self.rank == 0:
-            with contextlib.suppress(RuntimeError):  # this process, or its parent, has the store: it goes last
-                store.wait(["all answered"], timedelta(seconds=3))
-        self.missing = "the connections to the others, which are all there"
-        return answer
-
     def decide(self, store: dist.Store, own: dict[str, Any]) -> dict[str, Any]:
-        """What rank 0 answers; at the first difference, without waiting for more ranks."""
+        """What rank 0 answers: which device each rank takes, or at the first difference an error."""
         ranks: dict[int, dict[str, Any]] = {}
-        for arrival in range(1, self.world_size + 1):
-            try:
-                other = json.loads(self.wait(store, f"arrival {arrival}")[:2**16])
-                where = f"rank {other['rank']} on {other['host']}"
-            except (ValueError, KeyError, TypeError):
-                return {"error": f"port {self.port} has data of another program: choose another port"}
-            if other["rank"] in ranks:
-                return {"error": f"{where} is also on {ranks[other['rank']]['host']}: give each node its own node rank"}
-            if other["refusal"]:
-                return {"error": other["refusal"]}
-            for name, value in own["alike"].items():
-                its = other["alike"].get(name)
-                if its != value:
-                    return {"error": f"{where} has {name} {its}, rank 0 has {value}: all ranks need the same"}
-            ranks[other["rank"]] = other
         try:
+            for arrival in range(1, self.world_size + 1):
+                other = json.loads(self.wait(store, f"arrival {arrival}"))
+                where = f"rank {other['rank']} on {other['host']}"
+                if other["rank"] in ranks:
+                    raise UsageError(f"{where} is also on {ranks[other['rank']]['host']}: give each node its own rank")
+                if other["refusal"]:
+                    raise UsageError(other["refusal"])
+                for name, value in own["alike"].items():
+                    if (its := other["alike"].get(name)) != value:
+                        raise UsageError(f"{where} has {name} {its}, rank 0 has {value}: all ranks need the same")
+                ranks[other["rank"]] = other
             return assign_devices([ranks[rank] for rank in range(self.world_size)])
         except UsageError as error:
             return {"error": str(error)}
-
-
-def choose_interface(address: str, port: int) -> None:
-    """Gloo tells the others the address of this host's own name. Where that is 127.0.1.1, as Debian's installer has it,
-    or none, have gloo take the interface that leads to node 0, at address:port; on node 0, the first but loopback."""
-    own = source = "127.0.0.1"
-    with contextlib.suppress(OSError, ValueError):
-        own = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
-    on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE") or re.match(LOOPBACK, address)
-    if on_one_node or "GLOO_SOCKET_IFNAME" in os.environ or not re.match(LOOPBACK, own) or sys.platform != "linux":
-        return
-    with contextlib.suppress(OSError, ValueError):
-        family, kind, _, _, where = socket.getaddrinfo(address.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(where)  # sends nothing, but chooses the address to send from
-            source = probe.getsockname()[0]
-        found = [name for name, other in interfaces() if not re.match(LOOPBACK, other)
-                 and (other == source or re.match(LOOPBACK, source))]
-        os.environ.update({"GLOO_SOCKET_IFNAME": name for name in found[:1]})
-
-
-def interfaces() -> Iterator[tuple[str, str]]:
-    """(name, address) of the network interfaces of Linux; first those with IPv4."""
-    import fcntl  # not on Windows
-    with socket.socket(type=socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                found = fcntl.ioctl(probe, 0x8915, name.encode().ljust(256, b"\0"))  # SIOCGIFADDR
-                yield name, socket.inet_ntoa(found[20:24])
-    for line in Path("/proc/net/if_inet6").read_text().splitlines():
-        digits, _, _, scope, _, name = line.split()
-        if scope == "00":  # valid beyond one link
-            yield name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
-
-
-def let_the_first_speak(error: Optional[BaseException], timeout: float) -> None:
-    """Wait if `error` is a lost connection: the launcher ends all when one rank has ended, and reports that one."""
-    if isinstance(error, RuntimeError) and re.match("(?is)(?!.*timed out).*(gloo|nccl|connection)", str(error)):
-        time.sleep(min(5, timeout / 2))
 
 
 def drop_references() -> None:
@@ -448,19 +322,17 @@ def drop_references() -> None:
     time.sleep(0.1)  # its threads drop the last tensors: for that they need the GIL, which old torch would not give up
 
 
-# ---- Roll call -------------------------------------------------------------------------------------
-# Options about one machine: in these alone ranks may differ.
 OF_ONE_MACHINE = {"nr", "local_rank", "master_addr", "master_port", "data_root", "download", "checkpoint", "metrics",
-                  "num_workers", "device", "timeout"}
+                  "num_workers", "device", "timeout"}  # in these options alone ranks may differ
 
 
 def describe(rank: int, local_rank: int, world_size: int, args: Namespace, data: Sequence[Dataset]) -> dict[str, Any]:
     """What a rank tells in the roll call; `alike` must be the same on all ranks."""
-    alike = {f"--{name}": value for name, value in vars(args).items() if name not in OF_ONE_MACHINE}
+    alike = {"torch": torch.__version__, "a world size of": world_size}
+    alike.update({f"--{name}": value for name, value in vars(args).items() if name not in OF_ONE_MACHINE})
     alike["--learning_rate"] = args.learning_rate or common.OPTIMIZERS[args.optimizer][2]
     for path in filter(os.path.isfile, (sys.argv[0], __file__, common.__file__)):
-        alike[os.path.basename(path)] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
-    alike.update({"torch": torch.__version__, "a world size of": world_size})
+        alike[os.path.basename(path)] = f"checksum {checksum(common.read_file(path, 'code').decode()):08x}"
     own = {"rank": rank, "local_rank": local_rank, "host": socket.gethostname(), "pid": os.getpid(), "alike": alike,
            "threads": torch.get_num_threads(), "device": args.device, "gpus": visible_gpus(), "refusal": ""}
     try:
@@ -472,112 +344,79 @@ def describe(rank: int, local_rank: int, world_size: int, args: Namespace, data:
     return own
 
 
-def roll_call(joining: Optional[Joining], store: Optional[dist.Store], local_rank: int, args: Namespace,
-              data: Sequence[Dataset]) -> tuple[torch.device, str, list[str]]:
-    """Compare options, data, code and torch of all ranks, before the process group exists, and choose the devices for
-    all of them together; without a store, for this process alone. Rank 0 prints who is where.
-
-    Returns the device, the backend, and what is unlike but no mistake. Raises UsageError on every rank if ranks do not
-    agree, or if rank 0 cannot use its files."""
+def roll_call(joining: Any, store: Any, local_rank: int, args: Namespace, data: Sequence[Dataset]) -> tuple:
+    """Compare options, data, code and torch of all ranks and choose their devices; without a store, for this process
+    alone. Returns the device, the backend, and what is unlike but no mistake. Raises UsageError on every rank."""
     rank, world_size = (joining.rank, joining.world_size) if joining else (0, 1)
     own = describe(rank, local_rank, world_size, args, data)
-    answer = joining.roll_call(store, own) if joining else assign_devices([own])
-    if "error" in answer:
-        raise UsageError(answer["error"], on_all_ranks=True)
+    if joining is None:
+        answer = assign_devices([own])
+    else:
+        arrival = store.add("arrivals", 1)  # not the rank: of two with the same rank, both are to be seen
+        store.set(f"arrival {arrival}", json.dumps(own))
+        store.append("present", f"{rank} ")
+        if rank == 0:
+            store.set("answer", json.dumps(joining.decide(store, own)))
+        answer = json.loads(joining.wait(store, "answer"))
+        joining.missing = "the connections to the others, which are all there"
+        if "error" in answer:
+            time.sleep(0 if rank else 3)  # rank 0, or its parent, has the store: the others read the answer first
+            raise UsageError(answer["error"], on_all_ranks=True)
     if rank == 0:
-        show("\n".join(answer["report"]))
+        print("\n".join(answer["report"] + ([] if args.check else answer["unlike"])))
     device = torch.device("cpu") if answer["devices"] is None else torch.device("cuda", answer["devices"][rank])
     return device, answer["backend"], answer["unlike"]
 
 
 def visible_gpus() -> list[list[str]]:
     """[UUID, name] of each GPU that this process sees; where torch knows no UUID, host and number in its place."""
-    found = []
-    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(i)
-        number = (os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") + [str(i)])[i]
-        found.append([str(getattr(properties, "uuid", f"{socket.gethostname()} {number}")), properties.name])
-    return found
-
-
-def checksum(value: Any, crc: int = 0) -> int:
-    """A checksum of what a data set has in memory: its tensors, and numbers and texts in lists and dicts."""
-    if isinstance(value, Tensor):
-        row = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        crc = zlib.crc32(repr((value.dtype, list(value.shape))).encode(), crc)
-        return zlib.crc32((ctypes.c_char * len(row)).from_address(row.data_ptr()), crc) if len(row) else crc
-    value = vars(value) if isinstance(value, Dataset) else value
-    with contextlib.suppress(TypeError, ValueError):
-        return zlib.crc32(json.dumps(value).encode(), crc)
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ():
-        crc = checksum(item, crc)
-    return crc
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    numbers = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") + [str(i) for i in range(count)]
+    gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
+    return [[str(getattr(gpu, "uuid", f"{socket.gethostname()} {n}")), gpu.name] for gpu, n in zip(gpus, numbers)]
 
 
 def assign_devices(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """GPUs if each rank can have one of its own (the one of its local rank, or the only one that it sees), else the CPU
     for all; and the report. Raises UsageError if GPUs are asked for and cannot be had."""
     options, wishes, devices, users, reason = ranks[0]["alike"], {rank["device"] for rank in ranks}, [], {}, ""
-    shared = wishes == {"cuda"} and options.get("--backend") == "gloo"  # gloo can, if both are asked for
     for rank in ranks:
         if rank["refusal"]:  # of the only one: others are asked before
             raise UsageError(rank["refusal"])
         gpus, device = rank["gpus"], rank["local_rank"] if len(rank["gpus"]) != 1 else 0
         devices.append(device)
         if device >= len(gpus):
-            reason = reason or (f"rank {rank['rank']} on {rank['host']}, local rank {rank['local_rank']}, sees "
-                                f"{len(gpus)} GPU(s), for {len(ranks)} process(es) in all")
-        elif users.setdefault(gpus[device][0], rank) is not rank and not shared:
-            reason = reason or f"ranks {users[gpus[device][0]]['rank']} and {rank['rank']} have 1 GPU for 2 process(es)"
+            reason = reason or f"rank {rank['rank']} on {rank['host']} has {len(gpus)} GPU(s), {len(ranks)} process(es)"
+        elif users.setdefault(gpus[device][0], rank["rank"]) != rank["rank"]:
+            reason = reason or f"ranks {users[gpus[device][0]]} and {rank['rank']} have 1 GPU for 2 process(es)"
     if reason and "cuda" in wishes:
         raise UsageError(f"--device cuda: {reason}; start fewer processes, or use --device cpu")
     on_cpu = bool(reason) or "cpu" in wishes
     if on_cpu and (options["--precision"] == "fp16" or options["--backend"] == "nccl"):
         raise UsageError("--precision fp16 and --backend nccl need a GPU for each process; use bf16 and gloo on CPUs")
     backend = options["--backend"] if options["--backend"] != "auto" else "gloo" if on_cpu else "nccl"
-    report, unlike, first = [], [], ""
+    report, setups = [], []
     for rank, device in zip(ranks, devices):
-        kind, setup = ("a CPU", "cpu") if on_cpu else (rank["gpus"][device][1], f"cuda:{device}")
-        setup += f" ({kind})" * (not on_cpu)
-        has = f"torch {options['torch']}, {rank['threads']} threads"
-        report.append(f"rank {rank['rank']} of {len(ranks)}: host {rank['host']}, local rank {rank['local_rank']}, "
-                      f"device {setup}, pid {rank['pid']}" + f", {has}" * options["--check"])
-        first = first or f"{has}, {kind}"
-        if f"{has}, {kind}" != first:
-            unlike.append(f"rank {rank['rank']} has {has}, {kind}, but rank 0 has {first}")
+        kind = "a CPU" if on_cpu else rank["gpus"][device][1]
+        setups.append(f"torch {options['torch']}, {rank['threads']} threads, {kind}")
+        line = (f"rank {rank['rank']} of {len(ranks)}: host {rank['host']}, local rank {rank['local_rank']}, device "
+                f"{'cpu' if on_cpu else f'cuda:{device} ({kind})'}, pid {rank['pid']}")
+        report.append(f"{line}, torch {options['torch']}, {rank['threads']} threads" if options["--check"] else line)
+    unlike = [f"rank {rank['rank']} has {setup}, but rank 0 has {setups[0]}"
+              for rank, setup in zip(ranks, setups) if setup != setups[0]]
+    batch = options["--batch_size"] * len(ranks) * options["--accumulation_steps"]
     report.append(f"backend {backend if len(ranks) > 1 else 'none'}, torch {options['torch']}, {ranks[0]['threads']} "
-                  "threads per process, global batch "
-                  f"{options['--batch_size'] * len(ranks) * options['--accumulation_steps']}")
+                  f"threads per process, global batch {batch}")
     if reason and wishes == {"auto"} and any(rank["gpus"] for rank in ranks):
         report.append(f"on the CPU: {reason}")
-    return {"devices": None if on_cpu else devices, "backend": backend, "unlike": unlike,
-            "report": report + unlike * (not options["--check"])}
+    return {"devices": None if on_cpu else devices, "backend": backend, "unlike": unlike, "report": report}
 
 
-# ---- The steps of an epoch -------------------------------------------------------------------------
-@dataclass
-class Batch:
-    """What a training step needs of one micro-batch, on the device of the model."""
-    inputs: Any
-    targets: Any
-    weights: Tensor  # [batch], to be multiplied with the losses: see `batches`
-    ends_step: bool  # whether the optimizer steps after this micro-batch
-    counted: slice  # the samples whose weight is not 0
-    loss_sum: Tensor  # of this rank, on the device, as reading it would wait for it
-
-    def record(self, losses: Tensor) -> None:
-        """Add the losses to those of the epoch. Raises ValueError unless they are [batch], one for each sample."""
-        common.check_one_per_sample("losses", losses, len(self.weights))
-        self.loss_sum += losses.detach()[self.counted].sum(dtype=torch.float64)
-
-
-def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[Batch]:
-    """The micro-batches of this rank's shard, from where `state` is in its epoch.
-
-    The weight of a sample is world_size / (samples of all ranks in this step): DDP then divides the sum by world_size,
-    which leaves the mean over the step, as with one process and whole batches. DistributedSampler repeats samples to
-    make the shards equally long; those have the weight 0.
-    """
+# ---- Training and checkpoints ----------------------------------------------------------------------
+def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[common.Batch]:
+    """The micro-batches of this rank's shard, from where `state` is in its epoch. A sample has the weight world_size /
+    (samples of all ranks in the step): DDP divides the sum by world_size, which leaves the mean over the step, as with
+    one process. Samples that DistributedSampler repeats, to pad a shard, have the weight 0."""
     (rank, world_size), sampler, done = rank_and_world_size(), loader.batch_sampler, state.samples
     sampler.skip = done // world_size  # of this rank's shard
     shard = sampler.skip + len(sampler) * args.batch_size if sampler.drop_last else len(sampler.sampler)
@@ -588,7 +427,7 @@ def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[
     micro, count, device = args.batch_size * world_size, len(loader), state.loss_sum.device
     terminal, shown = rank == 0 and sys.stdout.isatty(), time.monotonic()
     state.started, state.samples_before = time.perf_counter(), done
-    state.new_random_numbers()
+    common.seed(args.seed, state.epoch, state.step, rank)  # dropout: other in each rank, the same again after a resume
     for i, batch in enumerate(loader):
         inputs, targets = common.split_batch(batch, device)
         begin = first + i // args.accumulation_steps * args.accumulation_steps * micro  # of the step
@@ -600,7 +439,7 @@ def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[
         if args.precision == "fp16":
             weights = state.scaler.scale(weights)  # so that small gradients do not become 0; unscaled before the step
         ends_step = (i + 1) % args.accumulation_steps == 0 or i + 1 == count
-        yield Batch(inputs, targets, weights, ends_step, counted, state.loss_sum)
+        yield common.Batch(inputs, targets, weights, ends_step, counted, state.loss_sum)
         if ends_step:
             state.step, state.samples = state.step + 1, end
             if args.checkpoint_steps and state.step % args.checkpoint_steps == 0 and i + 1 < count:
@@ -611,51 +450,38 @@ def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[
     print("\r\033[K" * terminal, end="", flush=True)
 
 
-# ---- Training state and checkpoints ----------------------------------------------------------------
 # What a resumed run must have as it was, and what may differ; all else changes nothing, or is about one machine.
 FIXED = ("dataset", "seed", "optimizer")
-VARIABLE = ("batch_size", "accumulation_steps", "drop_last", "precision", "grad_sync", "compile", "max_grad_norm",
-            "weight_decay", "learning_rate", "epochs", "checkpoint_steps")
+VARIABLE = [name[2:] for name in OPTIONS["training"] if name[2:] not in FIXED] + ["checkpoint_steps"]
 
 
 class TrainState:
-    """All that training changes, and so all that a checkpoint holds."""
+    """All that training changes, and so all that a checkpoint holds; of `data`, the three parts, the lengths."""
     SAVED = ("epoch", "step", "samples", "loss_total", "best_epoch", "best_score", "best_loss", "best_model", "history",
              "made_with")
 
     def __init__(self, model: nn.Module, args: Namespace, data: Sequence[Dataset] = ()) -> None:
-        """`data`: the three parts, of which a checkpoint keeps the lengths."""
         self.model, self.args, self.optimizer = model, args, common.make_optimizer(model, args)
-        self.rates = [group["lr"] for group in self.optimizer.param_groups]
         device = next(model.parameters()).device
         if device.type == "cpu":
             keep_freed_memory()
         scaler = getattr(torch.amp, "GradScaler", lambda _, **more: torch.cuda.amp.GradScaler(**more))  # before 2.3
         self.scaler = scaler(device.type, enabled=args.precision == "fp16")
         self.epoch = self.step = self.samples = 0  # epochs done; of the next, steps, and samples of all ranks in them
-        self.epoch_samples = 1  # of the whole epoch
+        self.epoch_samples, self.loss_total = 1, 0.0  # of the whole epoch; of all ranks in it
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # this rank's, not yet in loss_total
-        self.loss_total = 0.0  # of all ranks in this epoch
         self.best_epoch, self.best_score, self.best_loss, self.best_model = 0, -math.inf, math.inf, None
         self.history: list[dict[str, Any]] = []  # the lines of --metrics
-        self.made_with = {"lengths": lengths(data), "world_size": rank_and_world_size()[1],
+        self.made_with = {"lengths": [len(part) for part in data], "world_size": rank_and_world_size()[1],
                           **{name: getattr(args, name) for name in (*FIXED, *VARIABLE)}}
-        self.lock: Any = None  # on the checkpoint, for as long as this exists
-
-    def new_random_numbers(self) -> None:
-        """Other random numbers (dropout) on each rank, and such as a resumed run will have again from here on."""
-        common.seed(self.args.seed, self.epoch, self.step, rank_and_world_size()[0])
 
     def optimizer_step(self) -> None:
         """Set the learning rate by the share of training that is done, clip the gradients, and step."""
         if isinstance(self.model, DDP):
-            missing = [name for name, parameter in common.unwrap(self.model).named_parameters()
-                       if parameter.requires_grad and parameter.grad is None]
-            if missing:  # DDP would raise its error one forward later: after a step on gradients that are not averaged
-                raise RuntimeError(f"Expected to have finished reduction: no gradient in this step for {missing}")
+            self.model.reducer._rebuild_buckets()  # raises DDP's error if it has not averaged all, not a forward later
         share = (self.epoch + self.samples / self.epoch_samples) / self.args.epochs
-        for group, rate in zip(self.optimizer.param_groups, self.rates):
-            group["lr"] = rate * common.schedule(share)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.optimizer.defaults["lr"] * common.schedule(share)
         if self.args.max_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
@@ -663,8 +489,7 @@ class TrainState:
         self.scaler.update()
 
     def synchronize(self) -> float:
-        """Sum the losses of all ranks and average BatchNorm's statistics, by one all-reduce; returns the mean loss of
-        this epoch so far. Raises Failure if it is not finite."""
+        """Make losses and BatchNorm's statistics those of all ranks; returns the mean loss of this epoch so far."""
         common.average_batch_norm(self.model, self.loss_sum)
         self.loss_total += self.loss_sum.item()
         self.loss_sum.zero_()
@@ -678,41 +503,36 @@ class TrainState:
                 "learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def end_epoch(self, train: dict[str, float], valid_loss: float, valid_score: Optional[float]) -> None:
-        """Count the epoch, and keep a copy of the weights if they are the best so far: those with the highest score,
-        and among equals the lowest loss."""
+        """Count the epoch; keep a copy of the best weights: the highest score, and among equals the lowest loss."""
         finite(valid_loss, f"validation loss of epoch {self.epoch + 1}")
+        line = {"epoch": self.epoch, "train_loss": train.pop("train_loss"), "valid_loss": valid_loss}
         score = {} if valid_score is None else {"valid_accuracy": valid_score}
-        self.history.append({"epoch": self.epoch, "train_loss": train.pop("train_loss"), "valid_loss": valid_loss,
-                             **score, **train})
+        self.history.append({**line, **score, **train})
         self.epoch += 1
-        valid_score = 0.0 if valid_score is None else valid_score
+        valid_score = valid_score or 0.0
         if (valid_score, -valid_loss) > (self.best_score, -self.best_loss):
             self.best_epoch, self.best_score, self.best_loss = self.epoch, valid_score, valid_loss
             self.best_model = copy.deepcopy(common.unwrap(self.model).state_dict())
-
-    def load_best(self) -> None:
-        """Put the weights of the best epoch into the model."""
-        if self.best_model:
-            common.unwrap(self.model).load_state_dict(self.best_model)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers, strings, lists and dicts only, so that weights_only=True can read it."""
         return {"model": common.unwrap(self.model).state_dict(), "optimizer": self.optimizer.state_dict(),
                 "scaler": self.scaler.state_dict(), **{name: getattr(self, name) for name in self.SAVED}}
 
-    def load_state_dict(self, content: dict[str, Any]) -> None:
-        """The inverse of `state_dict`. The optimizer's settings (learning rate, fused, …) stay this run's own."""
-        common.unwrap(self.model).load_state_dict(content["model"])
+    def load_state_dict(self, part: Callable[[str], Any]) -> None:
+        """The inverse of `state_dict`, of which `part` returns an item. The optimizer's settings stay the run's."""
+        common.load_weights(self.model, part("model"))
         own = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({**content["optimizer"], "param_groups": own})
+        self.optimizer.load_state_dict({**part("optimizer"), "param_groups": own})
         for parameter, values in self.optimizer.state.items():
             for name, value in values.items():  # laid out as its parameter: fused optimizers go by the place in memory
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                if isinstance(value, Tensor) and not value.is_sparse and value.shape == parameter.shape:
                     values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-        if content["scaler"] and self.scaler.is_enabled():
-            self.scaler.load_state_dict(content["scaler"])
+        scaler = part("scaler")
+        if scaler and self.scaler.is_enabled():
+            self.scaler.load_state_dict(scaler)
         for name in self.SAVED[:-1]:
-            setattr(self, name, content[name])
+            setattr(self, name, part(name))
 
     def save(self, path: Optional[str]) -> None:
         """Write a checkpoint, on rank 0 of the world alone; do nothing without a path."""
@@ -722,35 +542,27 @@ class TrainState:
         except (OSError, RuntimeError) as error:
             while error.__context__ and not isinstance(error, OSError):  # torch's "unexpected pos" hides the disk's own
                 error = error.__context__
-            raise OSError(f"--checkpoint {path} could not be written ({error}); what was there before is whole: make "
-                          "room, and continue with --resume") from None
+            raise OSError(f"--checkpoint {path} could not be written ({error}); the last one is still whole") from None
 
     def checkpoint_within_epoch(self) -> None:
         """Save, and go on as a run will that is resumed from here."""
-        loss = self.synchronize()
-        if rank_and_world_size()[0] == 0:
+        loss, rank = self.synchronize(), rank_and_world_size()[0]
+        if rank == 0:
             self.save(self.args.checkpoint)
-            show(f"epoch {self.epoch + 1}/{self.args.epochs}, step {self.step}, {self.samples} of {self.epoch_samples} "
+            print(f"epoch {self.epoch + 1}/{self.args.epochs}, step {self.step}, {self.samples}/{self.epoch_samples} "
                  f"samples: mean loss {loss:.4f}, learning rate {self.optimizer.param_groups[0]['lr']:.3g}")
-        self.new_random_numbers()
+        common.seed(self.args.seed, self.epoch, self.step, rank)
 
 
 def finite(loss: float, name: str) -> float:
-    """The loss; raises Failure if it is not finite."""
+    """The loss; raises UsageError if it is not finite."""
     if math.isfinite(loss):
         return loss
-    raise Failure(f"the {name} is {loss}, training has diverged: try a lower --learning_rate, --max_grad_norm 1, or "
-                  "another --precision; the last checkpoint stays")
+    raise UsageError(f"the {name} is {loss}: try another --learning_rate, --max_grad_norm or --precision", exit_code=1)
 
 
-def lock_checkpoint(path: str) -> Any:
-    """A lock that ends with this process; raises UsageError if another run on this machine has it."""
-    try:
-        return common.lock(path)
-    except TimeoutError:
-        raise UsageError(f"--checkpoint {path}: another run writes it now; name another file") from None
-    except (OSError, ImportError) as error:
-        say(f"--checkpoint {path}: there are no locks here ({error}); make sure that no other run writes this file")
+def shapes(weights: dict[str, Any]) -> dict[str, Any]:
+    return {name: getattr(value, "shape", None) for name, value in weights.items() if "_extra_state" not in name}
 
 
 def read_checkpoint(path: str, state: TrainState) -> dict[str, Any]:
@@ -761,118 +573,87 @@ def read_checkpoint(path: str, state: TrainState) -> dict[str, Any]:
         if not isinstance(loaded, dict) or set(loaded) != {"model", "optimizer", "scaler", *TrainState.SAVED}:
             raise ValueError("it does not hold what these scripts save")
         for name in (*FIXED, "lengths"):
-            was, now = loaded["made_with"].get(name), state.made_with[name]
-            if was != now:
+            if (was := loaded["made_with"].get(name)) != (now := state.made_with[name]):
                 raise ValueError(f"it was made with {name} {was}, and this run has {now}")
-        shapes = lambda weights: {key: getattr(value, "shape", None) for key, value in weights.items()}  # noqa: E731
+        own = shapes(common.unwrap(state.model).state_dict())
         for part in ("model", "best_model"):
-            loaded[part] = loaded[part] and {re.sub(r"^((module|_orig_mod)\.)+", "", key): value
-                                             for key, value in loaded[part].items()}  # made elsewhere, from a wrapper
-            if loaded[part] and shapes(loaded[part]) != shapes(common.unwrap(state.model).state_dict()):
+            weights = {re.sub(r"^((module|_orig_mod)\.)+", "", name): value  # the prefixes of wrappers elsewhere
+                       for name, value in (loaded[part] or {}).items()}
+            if weights and own != shapes(weights):
                 raise ValueError("it is of another model, or of another vocabulary")
+            loaded[part] = weights or None
         return loaded
     except Exception as error:  # whatever is wrong, it cannot be resumed; torch's own words advise to trust the file
         reason = error if type(error) is ValueError else f"it cannot be read, {type(error).__name__}"
-        raise UsageError(f"--resume: {path} is not a checkpoint of this run ({reason}); it was left as it is: "
-                         "name another file, or start without --resume") from None
+        raise UsageError(f"--resume: {path} is not a checkpoint of this run ({reason}); name another file") from None
 
 
 def start_or_resume(args: Namespace, state: TrainState, loader: DataLoader) -> None:
-    """Lock --checkpoint, and continue it with --resume if it exists. Rank 0 alone reads it: no shared file system is
-    needed. Raises UsageError on every rank if that cannot be."""
-    rank, world_size = rank_and_world_size()
-    loaded: Any = None
+    """Lock --checkpoint, and continue it with --resume. Rank 0 alone reads it; all ranks raise UsageError together."""
+    rank, loaded = rank_and_world_size()[0], None
     if rank == 0 and args.checkpoint:
         try:
-            state.lock = lock_checkpoint(args.checkpoint)
+            state.lock = common.lock(args.checkpoint)  # for as long as the state exists
             if args.resume and os.path.exists(args.checkpoint):
                 loaded = read_checkpoint(args.checkpoint, state)
         except UsageError as error:
-            loaded = str(error)
-    loaded = common.broadcast(loaded) if args.checkpoint else None
-    if isinstance(loaded, str):
-        raise UsageError(loaded, on_all_ranks=True)
-    if loaded is None:
+            loaded = f"--checkpoint: {error}"
+    found = common.broadcast(loaded and (loaded if isinstance(loaded, str) else "a checkpoint"))
+    if found is None:
         return
+    if found != "a checkpoint":
+        raise UsageError(found, on_all_ranks=True)
     if isinstance(state.model, DDP):
-        warm_up(state.model, loader)
-    was, now = loaded["made_with"], state.made_with
-    state.load_state_dict(loaded)
+        common.warm_up(state.model, loader)
+    state.load_state_dict(lambda name: common.broadcast(loaded[name] if rank == 0 else None))  # saves memory
     if rank == 0:
-        within = f", step {state.step} of the next" * bool(state.step)
-        show(f"going on from {args.checkpoint}, after epoch {state.epoch}{within}")
+        write_metrics(args, state.history)
+        was, now = loaded["made_with"], state.made_with
+        print(f"going on from {args.checkpoint}, after epoch {state.epoch}" + f", step {state.step}" * bool(state.step))
         changed = [f"--{name} is {now[name]}, was {was.get(name)}" for name in VARIABLE if was.get(name) != now[name]]
         if changed:
-            show(f"{'; '.join(changed)}: the bits will differ from those of a run that was not interrupted")
-        if was["world_size"] != world_size:
-            show(f"{world_size} process(es) go on from a checkpoint of {was['world_size']}: the result will not be "
-                 "bit-identical to that of a run that was not interrupted")
-        write_metrics(args, state.history)
-
-
-def warm_up(model: DDP, loader: DataLoader) -> None:
-    """One backward pass, whose result is dropped, before a checkpoint is loaded.
-
-    After its first backward DDP puts the gradients into other buckets, in which three ranks or more sum them in another
-    order. A resumed run must have these buckets from its first step, as the run had that was interrupted."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # some may not be in the checkpoint
-    inputs, targets = common.split_batch(next(iter(loader)), next(model.parameters()).device)
-    common.losses(model.train()(inputs), targets).sum().backward()
-    model.zero_grad()
-    for buffer, value in buffers:
-        buffer.detach().copy_(value)
+            print(f"{'; '.join(changed)}: the bits will differ from those of a run that was not interrupted")
+        if was["world_size"] != now["world_size"]:
+            print(f"{now['world_size']} process(es), was {was['world_size']}: the result will not be bit-identical")
 
 
 # ---- Files and reports -----------------------------------------------------------------------------
-def lengths(data: Sequence[Dataset]) -> list[int]:
-    """The lengths of the three parts of the data; raises UsageError if one is unusable."""
-    if any(isinstance(part, IterableDataset) for part in data):
-        raise UsageError("load_data returned an IterableDataset, whose samples cannot be shared out by their indices: "
-                         "return map-style data sets, with __len__ and __getitem__")
-    if not all(map(len, data)):
-        raise UsageError(f"training, validation and test need a sample each; they have {[len(part) for part in data]}")
-    return [len(part) for part in data]
-
-
 def check_files(args: Namespace, data: Sequence[Dataset], writes: bool = True) -> None:
     """Before anything starts: raise UsageError if the data, or on the rank that `writes` a file, is unusable."""
-    lengths(data)
+    lengths = ["IterableDataset" if isinstance(part, IterableDataset) else len(part) for part in data]
+    if 0 in lengths or "IterableDataset" in lengths:
+        raise UsageError(f"training, validation and test need a sample each, by __getitem__; they have {lengths}")
     if not writes:
         return
     if (args.resume or args.checkpoint_steps) and not args.checkpoint:
-        raise UsageError(f"{'--resume' if args.resume else '--checkpoint_steps'} needs --checkpoint FILE")
+        raise UsageError("--resume and --checkpoint_steps need --checkpoint FILE")
     if args.checkpoint and args.metrics and os.path.realpath(args.checkpoint) == os.path.realpath(args.metrics):
         raise UsageError(f"--checkpoint and --metrics are both {args.metrics}: name two files")
     continues = args.resume and os.path.exists(args.checkpoint)
     for option, path in (("--checkpoint", args.checkpoint), ("--metrics", args.metrics)):
+        if path and os.path.exists(path) and not (continues and os.path.isfile(path)):
+            raise UsageError(f"{option} {path} exists, and is not continued: name another file, or use --resume")
         try:
-            if path and not os.path.exists(path):
+            if path:  # as replace_file will do
                 tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))).close()
-            elif path and (not os.path.isfile(path) or not os.access(path, os.R_OK | os.W_OK)):
-                raise OSError("not a file that may be read and written")
         except OSError as error:
-            raise UsageError(f"{option} {path}: cannot write there ({error.strerror or error}); name a file in a folder"
-                             " that exists and is writable") from None
-        if path and os.path.exists(path) and not continues:
-            raise UsageError(f"{option} {path} exists, and this run does not continue it: name another file, remove "
-                             "it, or continue from its checkpoint with --resume")
+            raise UsageError(f"{option} {path}: cannot write into this folder: {error.strerror}") from None
     if continues:
         read_checkpoint(args.checkpoint, TrainState(common.build_model(args, data[0]), args, data))
 
 
 def log(args: Namespace, state: TrainState, *test: Optional[float]) -> None:
     """Write --metrics, and print the figures of the epoch that has ended, or of the test (loss and score)."""
-    line = state.history[-1] if state.history else {}
+    lines = list(state.history)
     if test:
-        finite(test[0], "test loss")
-        line = {name: value for name, value in zip(("test_loss", "test_accuracy"), test) if value is not None}
-        line["world_size"] = rank_and_world_size()[1]
-    write_metrics(args, state.history + [line] * bool(test))
+        lines.append({name: value for name, value in zip(("test_loss", "test_accuracy"), test) if value is not None})
+        lines[-1]["world_size"] = rank_and_world_size()[1]
+    write_metrics(args, lines)
     formats = {"train_loss": "train loss {:.4f}", "valid_loss": "valid loss {:.4f}", "test_loss": "test loss {:.4f}",
                "valid_accuracy": "valid accuracy {:.2%}", "test_accuracy": "test accuracy {:.2%}",
                "samples_per_second": "{:.0f} samples/s"}
-    text = ", ".join(formats[name].format(value) for name, value in line.items() if name in formats)
-    show(f"{text}, weights of epoch {state.best_epoch}" if test else f"epoch {state.epoch}/{args.epochs}: {text}")
+    text = ", ".join(formats[name].format(value) for name, value in lines[-1].items() if name in formats)
+    print(f"{text}, weights of epoch {state.best_epoch}" if test else f"epoch {state.epoch}/{args.epochs}: {text}")
 
 
 def write_metrics(args: Namespace, lines: list[dict[str, Any]]) -> None:
@@ -886,30 +667,27 @@ def write_metrics(args: Namespace, lines: list[dict[str, Any]]) -> None:
 
 
 def check(rank: int, world_size: int, device: torch.device, problems: list[str]) -> None:
-    """In place of training, after the roll call: say whether the ranks are alike, and all-reduces right and fast.
-
-    Bus bandwidth as in NCCL's tests: bytes / time * 2 (n - 1) / n with n ranks. It is what each rank's link has to
-    carry, to be compared with what the hardware can, whatever n is. Raises RuntimeError if anything is wrong."""
+    """In place of training: time all-reduces, and raise RuntimeError if one is wrong, or there are problems. The bus
+    bandwidth is that of NCCL's tests, bytes / time * 2 (n - 1) / n with n ranks: compare it with the hardware's."""
     for size, name in (2**10, "1 KB"), (2**20, "1 MB"), (2**26, "64 MB"):
-        ramp, seconds = torch.arange(size // 4, dtype=torch.float32, device=device) % 1000, []
-        wrong = torch.zeros(world_size)
+        ramp = torch.arange(size // 4, dtype=torch.float32, device=device) % 1000
+        seconds, wrong = [], torch.zeros(world_size)
         for _ in range(6):
             summed = ramp + rank
             common.reduce_mean(0)  # so that all begin together
             started = time.perf_counter()
             if dist.is_initialized():
                 dist.all_reduce(summed)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            summed[0].item()  # waits for a GPU
             seconds.append(time.perf_counter() - started)
             wrong[rank] += not torch.equal(summed, ramp * world_size + world_size * (world_size - 1) / 2)
-        problems += [f"all-reduce of {name}: wrong sums on rank {other}"
-                     for other in common.reduce_mean(wrong).nonzero().flatten().tolist()]
-        second = common.reduce_mean(statistics.median(seconds[1:])).item()  # the first one opens connections
+        wrong_ranks = common.reduce_mean(wrong).nonzero().flatten().tolist()
+        problems += [f"all-reduce of {name}: wrong sums on rank {other}" for other in wrong_ranks]
+        second = common.reduce_mean(sorted(seconds[1:])[2]).item()  # the median without the first: that one connects
+        bandwidth = size / second * 2 * (world_size - 1) / world_size / 1e9
         if rank == 0:
-            show(f"all-reduce of {name:>5}: {1000 * second:8.3f} ms, bus bandwidth "
-                 f"{size / second * 2 * (world_size - 1) / world_size / 1e9:7.3f} GB/s")
+            print(f"all-reduce of {name:>5}: {1000 * second:8.3f} ms, bus bandwidth {bandwidth:7.3f} GB/s")
     if rank == 0:
-        show("\n".join(problems or ["all is well"]))
+        print("\n".join(problems or ["all is well"]))
     if problems:
         raise RuntimeError(f"--check: {'; '.join(problems)}")

@@ -1,7 +1,7 @@
 """What the README's figures come from: ratios of things that are measured side by side in one run.
 
     python benchmarks/bench.py                    # all tables, in about ten minutes on two cores
-    python benchmarks/bench.py step startup       # some: input average step choices scaling threads startup memory
+    python benchmarks/bench.py step startup   # some: input average step gains choices scaling threads startup memory
 
 Each figure is a median of at least five rounds, in which the candidates take turns, after one that does not count.
 """
@@ -20,6 +20,7 @@ from typing import Any, Callable
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 import common
+import ddp_launch
 import runtime
 import torch
 import torch.distributed as dist
@@ -147,7 +148,7 @@ class Loops:
         self.loader = common.make_loader(self.data, self.sampler, self.args, CPU)
         self.plain_loader = DataLoader(TensorDataset(*self.data.tensors), self.args.batch_size, sampler=self.sampler)
         models = [common.build_model(self.args, self.data) for _ in range(4)]
-        models = [DDP(model, broadcast_buffers=False) for model in models[:3]] + models[3:]
+        models = [DDP(model, broadcast_buffers=False, gradient_as_bucket_view=True) for model in models[:3]] + models[3:]
         self.states = [runtime.TrainState(model, self.args) for model in models]
 
     def ours(self) -> None:
@@ -195,6 +196,29 @@ def step() -> None:
         rows.append((NAMES[name], statistics.median(ratios), min(ratios), max(ratios), notes["notes"] / notes["ours"]))
     show("Training loop, two ranks: times the steps per second of a bare loop, median, least and most of five; of the "
          "notes' loop", *rows)
+
+
+def gains() -> None:
+    """A step of two ranks, forward, backward and optimizer, in two forms of the same network."""
+    rows = []
+    wide = nn.Sequential(nn.EmbeddingBag(20_000, 256, mode="mean", padding_idx=0), nn.Linear(256, 2))
+    for name, title, other in (("MNIST", "MNIST network, channels_last, by contiguous", lambda model: model.to(
+            memory_format=torch.contiguous_format)), ("Subj", "Subj network, 96-wide, by 256-wide", lambda _: wide)):
+        data, steps = in_memory(name, 100), {}
+        for form, change in ("ours", lambda model: model), ("other", other):
+            model = DDP(change(common.build_model(options("--dataset", name), data)), broadcast_buffers=False,
+                        gradient_as_bucket_view=True)
+            optimizer = torch.optim.Adam(model.parameters(), fused=True)
+
+            def step(model: nn.Module = model, optimizer: Any = optimizer) -> None:
+                optimizer.zero_grad()
+                F.cross_entropy(model(data.tensors[0]), data.tensors[1]).backward()
+                optimizer.step()
+
+            steps[form] = step
+        found = alternate(steps, 21)
+        rows.append((title, found["other"] / found["ours"]))
+    show("Choices of the networks, two ranks: times the steps per second", *rows)
 
 
 def choices() -> None:
@@ -315,7 +339,7 @@ def memory() -> None:
 
 
 def bucket_memory() -> None:
-    """What average_gradients takes for 400 MB of gradients, in buckets. (Linux: it can set the peak back.)"""
+    """What average_gradients takes for 400 MB of gradients, by their size. (Linux: it can set the peak back.)"""
     model = nn.ParameterList(nn.Parameter(torch.zeros(1_000_000)) for _ in range(100))
     for parameter in model:
         parameter.grad = torch.ones_like(parameter)
@@ -333,7 +357,7 @@ def bucket_memory() -> None:
     before = status("VmRSS")
     common.average_gradients(model)
     show("Memory of average_gradients, beyond model and gradients",
-         ("100 tensors of a million, in buckets of 25 MiB", (status("VmHWM") - before) / common.BUCKET_BYTES))
+         ("100 tensors of a million, by the memory of the gradients", (status("VmHWM") - before) / 4e8))
 
 
 def threads() -> None:
@@ -341,12 +365,12 @@ def threads() -> None:
     cores, found = str(os.cpu_count()), {}
     one, spawn, two = [sys.executable, "ddp_launch.py"], [sys.executable, "ddp_spawn.py", "-g", "2"], torchrun(
         2, "ddp_launch.py")
-    keep = {"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000"}
+    default = {"MALLOC_TOP_PAD_": "131072"}  # glibc's default; with any such variable, the script leaves glibc alone
     commands = {"OMP_NUM_THREADS=1 python ddp_launch.py": (one, {"OMP_NUM_THREADS": "1"}),
                 "python ddp_launch.py": (one, {}), "python ddp_spawn.py -g 2": (spawn, {}),
                 "torchrun --nproc_per_node=2 ddp_launch.py": (two, {}),
                 f"OMP_NUM_THREADS={cores} python ddp_spawn.py -g 2": (spawn, {"OMP_NUM_THREADS": cores}),
-                f"{' '.join(f'{k}={v}' for k, v in keep.items())} python ddp_spawn.py -g 2": (spawn, keep)}
+                "python ddp_spawn.py -g 2, where glibc gives back freed memory": (spawn, default)}
     with tempfile.TemporaryDirectory() as folder:
         write_mnist(folder, 4000, 10)
         more = ["--dataset", "MNIST", "--data_root", folder, "--epochs", "5"]
@@ -360,7 +384,7 @@ def threads() -> None:
 
 
 TABLES = {"input": fetching, "average": lambda: in_ranks("average"), "step": lambda: in_ranks("step"),
-          "choices": lambda: in_ranks("choices", 1), "scaling": scaling, "threads": threads,
+          "choices": lambda: in_ranks("choices", 1), "gains": lambda: in_ranks("gains"), "scaling": scaling, "threads": threads,
           "startup": startup, "memory": memory}
 
 if __name__ == "__main__":

@@ -2,12 +2,16 @@
 
 Every input follows from the rank, so that the tests can work out the right result by hand.
 """
+import contextlib
 import copy
 import gc
+import io
 import os
+import random
 import sys
 import warnings
 from datetime import timedelta
+from unittest import mock
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import common
@@ -20,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data.distributed import DistributedSampler
 
 warnings.simplefilter("error")
+warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # as in runtime.py
 
 
 class Count:
@@ -202,6 +207,209 @@ def buffers(rank, world_size):
     yield "running mean", norm.running_mean
 
 
+def layout_cases(rank, world_size):
+    """Gradients that are missing, not contiguous, expanded, conjugate or negated, in buckets of any size."""
+    # One rank has the gradients, and the others get them; then an optimizer that goes by the place in memory steps.
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 3, bias=False).to(memory_format=torch.channels_last)
+    model.transposed = nn.Parameter(torch.randn(3, 2).t())
+    if rank == 0:
+        (model.weight * torch.randn(4, 3, 3, 3) + model.transposed.sum() ** 2).sum().backward()
+        yield "first", gradients(model)
+    common.average_gradients(model)
+    yield "strides", [(p.stride(), p.grad.stride()) for p in model.parameters()]
+    yield "missing elsewhere", gradients(model)
+    common.make_optimizer(model, runtime.make_parser(None).parse_args(["--learning_rate", "0.5"])).step()
+    yield "stepped", [p.detach().contiguous() for p in model.parameters()]
+
+    model = nn.ParameterList(nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in
+                             (torch.float32, torch.float32, torch.complex64, torch.float32))
+    model[0].grad = torch.tensor([1.0 + rank]).expand(3)
+    model[1].grad = torch.tensor([1.0]).expand(3) if rank == 0 else torch.full((3,), 1.0 + rank)
+    model[2].grad = torch.tensor([1 + 2j, 3, rank * 1j]).conj()
+    model[3].grad = torch.tensor([1j, 2j, rank * 1j]).conj().imag
+    common.average_gradients(model)
+    yield "views", gradients(model)
+
+    for size in (4, 8, 12, 16, 52, 10**6):
+        with mock.patch.object(common, "BUCKET_BYTES", size):
+            torch.manual_seed(7)
+            values = [torch.randn(shape) for shape in ((3,), (2, 5), (7,), (), (4, 2), (6,), (3, 4), (5,))]
+            model = nn.ParameterList(nn.Parameter(torch.zeros_like(value)) for value in values)
+            for parameter, value in zip(model, values):
+                parameter.grad = value * (1 + rank)
+            if rank == 1:
+                model[1].grad = model[1].grad.t().contiguous().t()
+                model[6].grad = torch.cat([model[6].grad, model[6].grad], 1)[:, :4]
+            if rank == 0:
+                model[2].grad = model[4].grad = model[3].grad = None
+            else:
+                model[4].grad = model[4].grad.to_sparse(1)
+            model[5].grad = None
+            model[7].grad = model[7].grad[:1].expand(5)
+            common.average_gradients(model)
+            yield f"buckets of {size}", [None if p.grad is None else p.grad.to_dense() for p in model.parameters()]
+
+
+def inference_cases(rank, world_size):
+    """What a first call, which is made in inference mode, makes or keeps, serves later ones."""
+    for kept in vars(common).values():
+        getattr(kept, "cache_clear", int)()
+    model = nn.ParameterList([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4)), nn.Parameter(
+        torch.zeros(2, 2))])
+    for inference in (True, False):
+        model[0].grad = torch.full((3,), 1.0 + rank)
+        model[1].grad = torch.full((4,), 3.0) if rank == 0 else None
+        model[2].grad = torch.full((2, 2), 3.0).to_sparse(1) if rank == 0 else None
+        with torch.inference_mode(inference):
+            common.average_gradients(model)
+        for parameter in model:
+            parameter.grad *= 2  # as clipping does, and what an inference tensor would refuse
+        yield ("inside", "outside")[not inference], [grad.to_dense() for grad in gradients(model)]
+
+
+def broadcast_cases(rank, world_size):
+    value = {"text": {"name": "a", "numbers": [1, 2.5, None], "flag": True}, "sparse": torch.tensor(
+        [[0, 0], [1.5, 2], [0, 0]]).to_sparse(1), "tensors": [torch.arange(6).view(2, 3).t(), torch.zeros(
+            0, 3, dtype=torch.bfloat16), torch.tensor(7), torch.tensor([1j, 2])]}
+    yield from common.broadcast(value if rank == 0 else None).items()
+
+
+class Waves(nn.Module):
+    """Complex parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x.to(torch.complex64) @ self.weight).abs()
+
+
+class OfDict(nn.Linear):
+    """Takes a whole sample, which is a dict."""
+
+    def forward(self, batch):
+        return super().forward(batch["x"])
+
+
+def train(rank, world_size, model, data, *given, **functions):
+    """Two epochs as ddp_launch.py trains, with a global batch of 12: the history, on rank 0, and the model."""
+    args = runtime.make_parser(None).parse_args(["--batch_size", str(12 // world_size), *given])
+    lines = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(mock.patch.object(runtime, "log", lambda args, state, *_: lines.append(state.history[-1])))
+        for name, function in {"build_model": lambda args, train: model, **functions}.items():
+            stack.enter_context(mock.patch.object(common, name, function))
+        ddp_launch.train(rank, world_size, torch.device("cpu"), data, args)
+    return lines[:2], model
+
+
+def task_cases(rank, world_size):
+    torch.manual_seed(0)
+    x, y, tokens = torch.randn(50, 4), torch.randint(3, (50,)), torch.randint(9, (50, 5))
+    cuts = (0, 31), (31, 43), (43, 50)
+    rows, sentences = [[common.Rows(inputs[a:b], y[a:b]) for a, b in cuts] for inputs in (x, tokens)]
+    dicts = [[{"x": x[i], "y": y[i]} for i in range(a, b)] for a, b in cuts]
+    losses, scores = common.losses, common.scores
+    of_dict = {"losses": lambda outputs, batch: losses(outputs, batch["y"]),
+               "scores": lambda outputs, batch: scores(outputs, batch["y"])}
+    sparse = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(20, 3))
+    for name, model, data, functions, given in (
+            ("complex", Waves(), rows, {}, ()), ("dicts", OfDict(4, 3), dicts, of_dict, ()),
+            ("sparse", sparse, sentences, {}, ("--optimizer", "sgd"))):
+        for how in ("ddp", "manual"):
+            history, trained = train(rank, world_size, copy.deepcopy(model), data, "--grad_sync", how, *given,
+                                     **functions)
+            yield f"{name}, {how}", (trained.state_dict(), history)
+
+
+def buffer_cases(rank, world_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    model.register_buffer("sized", torch.arange(2.0 + rank))
+    model.register_buffer("expanded", torch.tensor([rank + 0.5]).expand(3))
+    model.register_buffer("own", torch.tensor([rank + 0.1], dtype=torch.float64))
+    model.register_buffer("count", torch.tensor(10 * rank))
+    data = [common.Rows(torch.randn(24, 4), torch.randint(3, (24,))) for _ in range(3)]
+    train(rank, world_size, model, data, "--epochs", "1")
+    yield from {"sized": model.sized, "expanded": model.expanded.clone(), "own": model.own, "count": model.count,
+                "mean": model[1].running_mean}.items()
+
+    more = nn.Sequential(nn.BatchNorm2d(5), nn.BatchNorm1d(6, track_running_stats=False))
+    model = nn.Sequential(nn.BatchNorm1d(4), more)
+    model[0].running_mean += rank
+    model[0].running_var += rank
+    loss_sum = torch.tensor(0.1 * rank, dtype=torch.float64)
+    with Count() as count:
+        common.average_batch_norm(model, loss_sum)
+    yield "statistics", torch.cat([buffer for buffer in model.buffers() if buffer.is_floating_point()])
+    yield "loss sum", loss_sum
+    yield "collectives", count.bytes
+
+
+class Draws(torch.utils.data.Dataset):
+    """Samples that are drawn by Python's random."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        return torch.tensor([random.random()], dtype=torch.float64), i
+
+
+def random_cases(rank, world_size):
+    """What a rank draws in two epochs: twice with one seed, with another, and from the fifth sample of the second.
+
+    Last, what the training process itself draws at its first step, as dropout does."""
+    own = []
+
+    def drawn(seed, workers, epoch=0, samples=0):
+        args = runtime.make_parser(None).parse_args(["--seed", str(seed), "--num_workers", str(workers),
+                                                     "--batch_size", "2"])
+        sampler = DistributedSampler(range(12), num_replicas=world_size, rank=rank, seed=seed)
+        loader = common.make_loader(Draws(), sampler, args, torch.device("cpu"))
+        state, found = runtime.TrainState(nn.Linear(1, 1), args), []
+        state.epoch, state.samples, state.step = epoch, samples, samples // 4
+        while state.epoch < 2:
+            sampler.set_epoch(state.epoch)
+            found.append([])
+            for batch in runtime.batches(loader, state, args):
+                if not found[-1]:
+                    own.append(random.random())
+                found[-1] += batch.inputs.flatten().tolist()
+            state.end_training()
+            state.epoch += 1
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of DataLoader, where there are fewer cores; of Python, that it forks
+        for workers in (0, 2):
+            runs = [drawn(0, workers), drawn(0, workers), drawn(1, workers), drawn(0, workers, 1, 8)[0]]
+            yield workers, [*runs, own[:6]]
+            own.clear()
+
+
+def sampler_cases(rank, world_size):
+    """Two epochs on 17 rows, of which the sampler or the loader leaves some out."""
+    torch.manual_seed(0)
+    inputs, targets, start = torch.randn(17, 4), torch.randint(3, (17,)), nn.Linear(4, 3)
+    data = common.Rows(inputs, targets)
+    args = runtime.make_parser(None).parse_args(["--optimizer", "sgd", "--batch_size", "4"])
+    kind = {"num_replicas": world_size, "rank": rank, "seed": 0}
+    for name, sampler in (("over 9", DistributedSampler(range(9), **kind)),
+                          ("drop_last", DistributedSampler(data, drop_last=True, **kind)),
+                          ("--drop_last", DistributedSampler(data, **kind))):
+        loader = common.make_loader(data, sampler, args, torch.device("cpu"), drop_last=name == "--drop_last")
+        model, figures = copy.deepcopy(start), []
+        state = runtime.TrainState(DDP(model) if dist.is_initialized() else model, args)
+        for state.epoch in range(2):
+            sampler.set_epoch(state.epoch)
+            figures.append(ddp_launch.train_one_epoch(state.model, loader, state, args))
+        yield name, (model.state_dict(), figures)
+
+
 def main(folder):
     if "LOCAL_RANK" in os.environ:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -209,9 +417,12 @@ def main(folder):
     results = {}
     functions = [evaluate_cases]
     if world_size <= 3:
-        functions += [reduce_mean_cases, average_gradients_cases, bucket_cases, training_cases, buffers]
+        functions += [reduce_mean_cases, average_gradients_cases, bucket_cases, training_cases, buffers, layout_cases,
+                      task_cases, sampler_cases]
     if 1 < world_size <= 3:
-        functions += [communication_cases]
+        functions += [communication_cases, inference_cases, buffer_cases, broadcast_cases]
+    if world_size == 2:
+        functions += [random_cases]
     for cases in functions:
         results[cases.__name__] = dict(cases(rank, world_size))
     torch.save(results, f"{folder}/{rank}.pt")

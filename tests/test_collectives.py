@@ -75,6 +75,12 @@ class ReduceMeanTest(CollectivesTest):
         with self.assertRaises(ValueError):
             common.reduce_mean(1.0, nprocs=2)
 
+    def test_complex_numbers_are_refused(self):
+        for value in (torch.ones(2, dtype=torch.complex64), torch.tensor(1j), 2j):
+            with self.assertRaises(TypeError) as caught:
+                common.reduce_mean(value)
+            self.assertIn("view_as_real", str(caught.exception))
+
     def test_without_a_process_group_it_is_the_value(self):
         self.equal(common.reduce_mean(3), torch.float64, 3.0)
         value = torch.ones(2, requires_grad=True)
@@ -135,6 +141,54 @@ class AverageGradientsTest(CollectivesTest):
             self.assertLess(sum(buckets), 128_000_012 + 100)
             self.assertEqual(found["many, collectives"], 1)
 
+    def test_a_gradient_that_was_missing_lies_in_memory_as_its_parameter(self):
+        """One rank has those of a channels_last and of a transposed weight; the optimizer's step then leaves all ranks
+        with the same weights. Adam's first step moves each by the learning rate, whatever its gradient."""
+        torch.manual_seed(0)
+        weights = [nn.Conv2d(3, 4, 3, bias=False).weight.detach(), torch.randn(3, 2).t()]
+        for world_size, rank, found in self.each("layout_cases"):
+            self.assertEqual([strides for strides, _ in found["strides"]], [(27, 1, 9, 3), (1, 2)])
+            for parameter_strides, strides in found["strides"]:
+                self.assertEqual(strides, parameter_strides)
+            for i, grad in enumerate(results(world_size)[0]["layout_cases"]["first"]):
+                torch.testing.assert_close(found["missing elsewhere"][i], grad / world_size)
+                expected = weights[i] - 0.5 * grad.sign()
+                torch.testing.assert_close(found["stepped"][i], expected, atol=1e-3, rtol=0)
+                self.assertTrue(torch.equal(found["stepped"][i], results(world_size)[0]["layout_cases"]["stepped"][i]))
+
+    def test_expanded_conjugate_and_negated_gradients(self):
+        for world_size, _, found in self.each("layout_cases"):
+            middle = (world_size - 1) / 2
+            expanded, sometimes, conjugate, negated = found["views"]
+            self.assertEqual(expanded.tolist(), [1 + middle] * 3)
+            self.assertEqual(sometimes.tolist(), [1 + middle] * 3)
+            self.assertEqual(conjugate.tolist(), [1 - 2j, 3, -middle * 1j])
+            self.assertEqual(negated.tolist(), [-1, -2, -middle])
+
+    def test_gradients_that_several_buckets_share(self):
+        """Missing, transposed, strided, expanded and sparse ones, in buckets from one number up."""
+        torch.manual_seed(7)
+        values = [torch.randn(shape) for shape in ((3,), (2, 5), (7,), (), (4, 2), (6,), (3, 4), (5,))]
+        for world_size, _, found in self.each("layout_cases"):
+            everywhere = sum(1 + rank for rank in range(world_size)) / world_size
+            elsewhere = everywhere - 1 / world_size  # all but rank 0
+            for size in (4, 8, 12, 16, 52, 10**6):
+                grads = found[f"buckets of {size}"]
+                self.assertIsNone(grads[5])
+                for i in (0, 1, 6):
+                    torch.testing.assert_close(grads[i], everywhere * values[i])
+                for i in (2, 3, 4):
+                    torch.testing.assert_close(grads[i], elsewhere * values[i])
+                torch.testing.assert_close(grads[7], everywhere * values[7][:1].expand(5))
+
+    def test_a_call_in_inference_mode_does_not_break_later_ones(self):
+        for world_size, _, found in self.each("inference_cases"):
+            for when in ("inside", "outside"):
+                first, second, sparse = found[when]
+                self.assertEqual(first.tolist(), [2 * (1 + (world_size - 1) / 2)] * 3)
+                for grad in (second, sparse):
+                    torch.testing.assert_close(grad, torch.full_like(grad, 2 * 3 / world_size))
+
     def test_it_changes_nothing_after_ddp(self):
         for world_size, _, found in self.each("average_gradients_cases"):
             self.assertAlmostEqual(found["ddp"][0].item(), sum(range(1, world_size + 1)) / world_size, places=6)
@@ -185,6 +239,19 @@ class TrainingTest(CollectivesTest):
                 self.assertLess((weight - expected).abs().max().item(), 1e-6, name)
                 for loss, expected_loss in zip(losses, expected_losses):
                     self.assertAlmostEqual(loss, expected_loss, places=6, msg=name)
+
+
+class BroadcastTest(CollectivesTest):
+    def test_every_rank_gets_what_rank_0_has(self):
+        """As a checkpoint has it: also sparse momenta, empty tensors, views and other types."""
+        for _, _, found in self.each("broadcast_cases"):
+            self.assertEqual(found["text"], {"name": "a", "numbers": [1, 2.5, None], "flag": True})
+            self.assertEqual(found["tensors"][0].tolist(), [[0, 3], [1, 4], [2, 5]])
+            self.assertEqual((found["tensors"][1].shape, found["tensors"][1].dtype), ((0, 3), torch.bfloat16))
+            self.assertEqual(found["tensors"][2].item(), 7)
+            self.assertEqual(found["tensors"][3].tolist(), [1j, 2])
+            self.assertTrue(found["sparse"].is_sparse)
+            self.assertEqual(found["sparse"].to_dense().tolist(), [[0, 0], [1.5, 2], [0, 0]])
 
 
 class UnwrapTest(unittest.TestCase):

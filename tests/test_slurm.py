@@ -8,6 +8,7 @@ import time
 import unittest
 
 from tests.helpers import ROOT, FolderTest, Run, launcher, project, run, trained, wait_until
+from tests.test_failures import STEP
 from tests.test_patterns import PROCESS
 
 import torch
@@ -216,6 +217,14 @@ class EndTest(SlurmTest):
     def test_a_job_whose_time_limit_nears_goes_on(self):
         """Slurm looks at limits every 30 s, and sends the signal 60 to 120 s before this one."""
         self.check_goes_on(self.start(*LONG, settings=["--time=3", "--signal=B:USR1@60"]), LONG)
+
+    @long_test
+    def test_an_epoch_that_is_longer_than_the_time_limit(self):
+        """Its 500 steps take over three minutes; the limit is two, and the signal comes up to 90 s earlier."""
+        project(self.folder, ("runtime.py", STEP, f"{STEP}        time.sleep(0.4)\n"))
+        options = ["--epochs", "1", "--checkpoint_steps", "20"]
+        settings = ["--time=2", "--signal=B:USR1@30", f"--chdir={self.folder}"]
+        self.check_goes_on(self.start(*options, settings=settings), options)
 
     @long_test
     def test_a_preempted_job_goes_on(self):

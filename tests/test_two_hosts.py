@@ -78,15 +78,15 @@ class TwoHostsTest(FolderTest):
             process.wait(10)
             process.stderr.close()
 
-    def start(self, started_by, *options, processes=1, address=ADDRESS, cwd=ROOT):
-        """Start a run on both hosts, each with files of its own."""
+    def start(self, started_by, *options, processes=1, address=ADDRESS, cwd=ROOT, second=()):
+        """Start a run on both hosts, each with files of its own; `second` are options of the second host alone."""
         port, pair = free_port(), []
         for node_rank, host in enumerate(HOSTS):
             files = [self.path(host, started_by + end) for end in (".pt", ".jsonl", ".out")]
             with open(files[2], "a") as out:
                 pair.append(start(["bash", RIG, "exec", host, sys.executable,
                                    *command(started_by, node_rank, processes, address, port),
-                                   "--checkpoint", files[0], "--metrics", files[1], *options],
+                                   "--checkpoint", files[0], "--metrics", files[1], *options, *second * node_rank],
                                   cwd=cwd, stdout=out, OMP_NUM_THREADS="1", **self.variables))
         self.started += pair
         return pair
@@ -124,6 +124,18 @@ class ResultTest(TwoHostsTest):
         for started_by, pair in pairs:
             with self.subTest(started_by=started_by):
                 self.check_done(started_by, pair, expected)
+
+
+    def test_hosts_that_do_not_agree_do_not_start(self):
+        """The line names the difference, once on each host, and nothing is written."""
+        for second, difference in ((("--learning_rate", "0.1"), "--learning_rate 0.1, rank 0 has 0.005"),
+                                   (("--resume",), "--resume True, rank 0 has False")):
+            for process in self.start(SPAWN, processes=2, second=second):
+                code, _, err = finish(process, 30)
+                self.assertEqual((code, err.count("error: "), "Traceback" in err), (2, 1, False), err)
+                self.assertRegex(err, rf"ddp_spawn.py: error: rank [23] on hostb has {difference}: ")
+        written = [name for host in HOSTS for name in os.listdir(self.path(host)) if not name.endswith(".out")]
+        self.assertEqual((written, self.printed(SPAWN)), ([], ""))
 
 
 class LostHostTest(TwoHostsTest):
