@@ -283,12 +283,12 @@ class WithinEpochTest(ResumeTest):
     def test_continued_with_other_processes_each_sample_counts_once(self):
         """Two ranks and micro-batches of 100 up to the fourth step, then three of 37."""
         given = ["--epochs", "1", "--checkpoint_steps", "4", "--checkpoint", "c.pt", "--resume", "--metrics", "m"]
-        then = "            self.save(self.args.checkpoint)\n            show(f\"epoch"
-        then = then, then.replace("            show", "            os._exit(7)\n            show")
+        then = "            self.save(self.args.checkpoint)\n            print(f\"epoch"
+        then = then, then.replace("            print", "            os._exit(7)\n            print")
         project(self.folder, ("runtime.py", *then))
         self.assertEqual(run("ddp_spawn.py", "-g", "2", *given, cwd=self.folder)[0], 1)
-        then = "        self.loss_sum += losses.detach()"
-        project(self.folder, ("runtime.py", then, f"        losses = losses * 0 + 1\n{then}"))
+        then = "        self.loss_sum.add_(losses.detach()"
+        project(self.folder, ("common.py", then, f"        losses = losses * 0 + 1\n{then}"))
         content = torch.load(self.path("c.pt"), weights_only=True)
         self.assertEqual((content["samples"], content["step"]), (800, 4))
         content["loss_total"] = 800.0
