@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
-
 PARENT = os.getppid()  # the launcher, if there is one; later it could be gone
 warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # torch before 2.13 has no other name
 
@@ -473,7 +472,8 @@ class TrainState:
         self.best_epoch, self.best_score, self.best_loss, self.best_model = 0, -math.inf, math.inf, None
         self.history: list[dict[str, Any]] = []  # the lines of --metrics
         self.made_with = {"lengths": [len(part) for part in data], "world_size": rank_and_world_size()[1],
-                          **{name: getattr(args, name) for name in (*FIXED, *VARIABLE)}}
+                          **{name: getattr(args, name) for name in (*FIXED, *VARIABLE)},
+                          "learning_rate": self.optimizer.defaults["lr"]}
 
     def optimizer_step(self) -> None:
         """Set the learning rate by the share of training that is done, clip the gradients, and step."""
