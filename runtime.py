@@ -299,7 +299,7 @@ class Joining:
         ranks: dict[int, dict[str, Any]] = {}
         try:
             for arrival in range(1, self.world_size + 1):
-                other = json.loads(self.wait(store, f"arrival {arrival}"))
+                other = json.loads(self.wait(store, f"arrival {arrival}")[:2**16])
                 where = f"rank {other['rank']} on {other['host']}"
                 if other["rank"] in ranks:
                     raise UsageError(f"{where} is also on {ranks[other['rank']]['host']}: give each node its own rank")
