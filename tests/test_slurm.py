@@ -18,7 +18,7 @@ PER_NODE = "SLURM_GPUS_ON_NODE:-2"  # the line of torchrun.sh that is to be edit
 SLOW = ["--batch_size", "4", "--epochs", "4"]  # seconds for each epoch
 LONG = ["--epochs", "120"]  # longer than until the signal in a job with a limit of three minutes
 LOAD = "data = common.load_data(args)\n"
-FAILS = ("ddp_launch.py", LOAD, f"{LOAD}        if rank == 1:\n            raise OSError('no disk')\n")
+FAILS = ("ddp_launch.py", LOAD, f"{LOAD}    if rank == 1:\n        raise OSError('no disk')\n")
 long_test = unittest.skipUnless(os.environ.get("LONG_TESTS"), "takes minutes: LONG_TESTS=1")
 
 
