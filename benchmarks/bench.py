@@ -148,7 +148,8 @@ class Loops:
         self.loader = common.make_loader(self.data, self.sampler, self.args, CPU)
         self.plain_loader = DataLoader(TensorDataset(*self.data.tensors), self.args.batch_size, sampler=self.sampler)
         models = [common.build_model(self.args, self.data) for _ in range(4)]
-        models = [DDP(model, broadcast_buffers=False, gradient_as_bucket_view=True) for model in models[:3]] + models[3:]
+        ddp = [DDP(model, broadcast_buffers=False, gradient_as_bucket_view=True) for model in models[:3]]
+        models = ddp + models[3:]
         self.states = [runtime.TrainState(model, self.args) for model in models]
 
     def ours(self) -> None:
@@ -384,7 +385,8 @@ def threads() -> None:
 
 
 TABLES = {"input": fetching, "average": lambda: in_ranks("average"), "step": lambda: in_ranks("step"),
-          "choices": lambda: in_ranks("choices", 1), "gains": lambda: in_ranks("gains"), "scaling": scaling, "threads": threads,
+          "choices": lambda: in_ranks("choices", 1), "gains": lambda: in_ranks("gains"), "scaling": scaling,
+          "threads": threads,
           "startup": startup, "memory": memory}
 
 if __name__ == "__main__":
