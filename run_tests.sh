@@ -4,7 +4,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 python=${PYTHON:-python3}
-command -v "$python" > /dev/null || { echo "run_tests.sh: no $python here: install Python 3.9 or newer, or set PYTHON" >&2; exit 2; }
+command -v "$python" > /dev/null || {
+  echo "run_tests.sh: no $python here: install Python 3.9 or newer, or set PYTHON" >&2
+  exit 2
+}
 
 if ! "$python" -c 'import torch' 2> /dev/null; then
   if ! .venv/bin/python -c 'import torch' 2> /dev/null; then
