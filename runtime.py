@@ -550,7 +550,7 @@ class TrainState:
         if rank == 0:
             self.save(self.args.checkpoint)
             print(f"epoch {self.epoch + 1}/{self.args.epochs}, step {self.step}, {self.samples}/{self.epoch_samples} "
-                 f"samples: mean loss {loss:.4f}, learning rate {self.optimizer.param_groups[0]['lr']:.3g}")
+                  f"samples: mean loss {loss:.4f}, learning rate {self.optimizer.param_groups[0]['lr']:.3g}")
         common.seed(self.args.seed, self.epoch, self.step, rank)
 
 
