@@ -1,9 +1,12 @@
 """python -m tests [test_numbers ...]: run the tests. The last line counts them; the exit code is 1 if any failed."""
 import os
+import signal
 import sys
 import time
 import unittest
 
+# A background job of a shell ignores Ctrl-C, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 names = [f"tests.{name}" for name in sys.argv[1:]]
 loader = unittest.TestLoader()
 here = os.path.dirname(os.path.abspath(__file__))
