@@ -512,16 +512,16 @@ def dense_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 @torch.no_grad()
-def average_batch_norm(model: nn.Module, loss_sum: Optional[Tensor] = None) -> None:
+def average_batch_norm(model: nn.Module, loss_sum: Tensor) -> None:
     """Give all ranks the mean of BatchNorm's running statistics, which each has from its own shard, and the sum of
     `loss_sum`, a float64 number: in place, by one all-reduce. No other buffer is touched."""
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
-    values = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
-    values += [] if loss_sum is None else [loss_sum]
-    if values and dist.is_initialized():
+    statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
+    values = [buffer for buffer in statistics if buffer is not None] + [loss_sum]
+    if dist.is_initialized():
         row = torch.cat([value.reshape(-1).double() for value in values]).to(comm_device())
         dist.all_reduce(row)
-        for value, total in zip(values, row.to(values[0].device).split([value.numel() for value in values])):
+        for value, total in zip(values, row.to(loss_sum.device).split([value.numel() for value in values])):
             value.copy_(total.view(value.shape) if value is loss_sum else total / dist.get_world_size())
 
 

@@ -6,6 +6,7 @@
 `grep -n 'DDP [0-9]' ddp_spawn.py` prints the recipe; `diff ddp_spawn.py ddp_launch.py`, what the launch changes.
 """
 import contextlib
+import logging
 import os
 import sys
 from argparse import Namespace
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DistributedSampler
 
 
 def worker(local_rank: int, args: Namespace, address: str, port: int) -> None:
@@ -117,7 +118,7 @@ def main() -> None:
     runtime.add_option(group, "-n", "--nodes", type=runtime.COUNT, default=1, help="machines")
     runtime.add_option(group, "-g", "--gpus", type=runtime.COUNT, default=1, help="processes per machine, one per GPU")
     runtime.add_option(group, "-nr", "--nr", type=runtime.COUNT_OR_NONE, default=0, help="number of this machine")
-    runtime.add_option(group, "--master_addr", help="address of machine 0, if there are more (default: MASTER_ADDR)")
+    runtime.add_option(group, "--master_addr", metavar="HOST", help="address of machine 0 (default: MASTER_ADDR)")
     runtime.add_option(group, "--master_port", type=runtime.number(int, 1, 65535), help="port (default: MASTER_PORT)")
     args = parser.parse_args()
     if args.nodes == 1 and runtime.find_launcher():
@@ -129,8 +130,9 @@ def main() -> None:
     if args.nr == 0:
         store = runtime.make_store(address, port, args.timeout, is_master=True)  # kept here, for all processes
         port = store.port
-    if args.gpus > 1:  # share out the cores, or each process takes all of them; torchrun gives each one thread
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.gpus)))
+    # Share out the cores, or each process takes all of them. (torchrun gives each process one thread.)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.gpus)))
+    logging.getLogger("torch.multiprocessing.spawn").setLevel("ERROR")  # a rank that fails says why; that is enough
     try:
         mp.spawn(worker, args=(args, address, port), nprocs=args.gpus)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:  # has the traceback of the rank in its text

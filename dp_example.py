@@ -10,8 +10,7 @@ import common
 import runtime
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 class RandomDataset(Dataset):

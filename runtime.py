@@ -27,8 +27,8 @@ import torch.distributed as dist
 from common import UsageError, checksum, keep_freed_memory, rank_and_world_size
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
 PARENT = os.getppid()  # the launcher, if there is one; later it could be gone
 warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # torch before 2.13 has no other name
 
@@ -132,10 +132,11 @@ def add_option(group: Any, *names: str, **settings: Any) -> None:
     """Add an option, whose names are taken with dashes too; --help shows its default."""
     if settings.get("action") or settings.get("default") is not None:
         settings["help"] += " (default: off)" if settings.get("action") else " (default: %(default)s)"
+    settings = {"metavar": "N", **settings} if "type" in settings and "choices" not in settings else settings
     group.add_argument(*names, **settings)
     if "_" in names[-1]:
-        hidden = {"dest": names[-1][2:], "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-        group.add_argument(names[-1].replace("_", "-"), **{**settings, **hidden})
+        settings.update(dest=names[-1][2:], help=argparse.SUPPRESS, default=argparse.SUPPRESS)
+        group.add_argument(names[-1].replace("_", "-"), **settings)
 
 
 def make_parser(description: Optional[str], ddp: bool = True) -> argparse.ArgumentParser:
@@ -509,9 +510,8 @@ class TrainState:
         score = {} if valid_score is None else {"valid_accuracy": valid_score}
         self.history.append({**line, **score, **train})
         self.epoch += 1
-        valid_score = valid_score or 0.0
-        if (valid_score, -valid_loss) > (self.best_score, -self.best_loss):
-            self.best_epoch, self.best_score, self.best_loss = self.epoch, valid_score, valid_loss
+        if (valid_score or 0.0, -valid_loss) > (self.best_score, -self.best_loss):
+            self.best_epoch, self.best_score, self.best_loss = self.epoch, valid_score or 0.0, valid_loss
             self.best_model = copy.deepcopy(common.unwrap(self.model).state_dict())
 
     def state_dict(self) -> dict[str, Any]:
@@ -561,12 +561,10 @@ def finite(loss: float, name: str) -> float:
     raise UsageError(f"the {name} is {loss}: try another --learning_rate, --max_grad_norm or --precision", exit_code=1)
 
 
-def shapes(weights: dict[str, Any]) -> dict[str, Any]:
-    return {name: getattr(value, "shape", None) for name, value in weights.items() if "_extra_state" not in name}
-
-
 def read_checkpoint(path: str, state: TrainState) -> dict[str, Any]:
     """The checkpoint in a file, mapped into memory; raises UsageError unless it is one that `state` can continue."""
+    def shapes(weights: dict[str, Any]) -> dict[str, Any]:
+        return {name: getattr(value, "shape", None) for name, value in weights.items() if "_extra_state" not in name}
     try:
         with warnings.catch_warnings(record=True):
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

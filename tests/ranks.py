@@ -203,7 +203,7 @@ def communication_cases(rank, world_size):
 def buffers(rank, world_size):
     norm = nn.BatchNorm1d(2)
     norm.running_mean += rank
-    common.average_batch_norm(norm)
+    common.average_batch_norm(norm, torch.zeros((), dtype=torch.float64))
     yield "running mean", norm.running_mean
 
 
