@@ -215,7 +215,7 @@ class ProcessesTest(FolderTest):
         project(self.path("code0"))
         project(self.path("code1"), ("common.py", '"momentum": 0.9', '"momentum": 0.8'))
         for more, expected in ((lambda nr: (["--dataset", "Subj", "--data_root", self.path(str(nr))], {}), "data of"),
-                               (lambda nr: ([], {"cwd": self.path(f"code{nr}")}), "has common.py ")):
+                               (lambda nr: (["-g", "2"], {"cwd": self.path(f"code{nr}")}), "has common.py ")):
             port, nodes = free_port(), []
             for nr in (0, 1):
                 given, where = more(nr)
@@ -223,7 +223,7 @@ class ProcessesTest(FolderTest):
                                     "--master_port", port, *given], **where))
             for code, out, err in map(finish, nodes):
                 self.assertEqual((code, out, err.count("\n")), (2, "", 1), err)
-                self.assertIn("ddp_spawn.py: error: rank 1 on ", err)
+                self.assertRegex(err, "^ddp_spawn.py: error: rank [123] on ")
                 self.assertIn(expected, err)
 
     def test_three_of_four_are_there(self):

@@ -113,6 +113,21 @@ class TwoHostsTest(FolderTest):
         self.assertEqual(files, {"hosta": [started_by + end for end in (".jsonl", ".out", ".pt")], "hostb": []})
 
 
+class IPv6Test(TwoHostsTest):
+    """Between hosts without an IPv4 address, whose own names resolve to 127.0.1.1."""
+    own_name = "loopback"
+
+    def test_the_bits_of_one_host(self):
+        for number, host in enumerate(HOSTS, 1):
+            self.rig("exec", host, "sh", "-c", f"ip -4 addr flush dev eth0 && "
+                     f"ip -6 addr add fd00:99::{number}/64 dev eth0 nodad")
+        pairs = [(started_by, self.start(started_by, "--timeout", "60", address=address))
+                 for started_by, address in ((SPAWN, "[fd00:99::1]"), (STATIC, "fd00:99::1"))]
+        for started_by, pair in pairs:
+            with self.subTest(started_by=started_by):
+                self.check_done(started_by, pair, on_one_host(2))
+
+
 class ResultTest(TwoHostsTest):
     """Between hosts whose own names stand for 127.0.1.1, as Debian's installer has it: the others cannot use that."""
     own_name = "loopback"
