@@ -16,6 +16,7 @@ import runtime
 import torch
 
 from tests.helpers import FolderTest, call, finish, launcher, options, project, run, start, trained, wait_until
+from tests.test_failures import STEP, gone
 
 # Random numbers within the model, whose state a resumed run must have as well.
 DROPOUT = ("common.py", "nn.Linear(20, 64), nn.ReLU(), nn", "nn.Linear(20, 64), nn.ReLU(), nn.Dropout(0.3), nn")
@@ -28,14 +29,19 @@ LONG = [(command, ["--epochs", "4", *options]) for command in (SPAWN, TORCHRUN) 
 
 
 class ResumeTest(FolderTest):
+    edits, more = [DROPOUT], []
+
     def setUp(self):
         super().setUp()
-        project(self.folder, DROPOUT)
+        self.project()
 
-    def start(self, name, command, options):
+    def project(self, *more):
+        project(self.folder, *self.edits, *more)
+
+    def start(self, name, command, options, **environment):
         with open(self.path(name + ".out"), "a") as file:
             return start([*command, *options, "--resume", "--checkpoint", self.path(name + ".pt"), "--metrics",
-                          self.path(name + ".jsonl")], cwd=self.folder, stdout=file)
+                          self.path(name + ".jsonl")], cwd=self.folder, stdout=file, **environment)
 
     def result(self, name):
         """What a run leaves: weights, optimizer and the rest, the metrics without times, the last line."""
@@ -93,26 +99,45 @@ class ResumeTest(FolderTest):
                 with open(self.path(name + ".out")) as file:
                     self.assertEqual(file.read().count("rank 1 of 3"), 2)  # it was started twice
 
-    @unittest.skipUnless(os.environ.get("LONG_TESTS"), "kills at 30 random moments take minutes: LONG_TESTS=1")
+    def begun(self, name, times):
+        """Wait until it has started to train, for so many times in all."""
+        def started():
+            with open(self.path(name + ".out")) as file:
+                return file.read().count("\nbackend ") == times
+
+        wait_until(started, f"{name} has begun")
+
+    def kill(self, name, process):
+        """Kill all at once; the workers of torchrun are in groups of their own, and end by themselves."""
+        os.killpg(process.pid, signal.SIGKILL)
+        finish(process)
+        with open(self.path(name + ".out")) as file:
+            pids = re.findall(r", pid (\d+)$", file.read(), re.M)
+        wait_until(lambda: all(gone(pid) for pid in pids), f"the ranks of {name} have ended")
+
+    @unittest.skipUnless(os.environ.get("LONG_TESTS"), "kills at random moments take minutes: LONG_TESTS=1")
     def test_killed_at_random_moments(self):
-        kills = 0
+        """Each run is killed up to three times, within a third of the time that a whole one trains."""
+        hits, after = 0, "        if ends_step:\n            state.step, state.samples"
+        self.project(("runtime.py", after, f"        time.sleep(0.02)\n{after}"))  # or it is over too soon
         for i, (command, options) in enumerate(LONG):
-            self.assertEqual(finish(self.start(f"whole{i}", command, options))[0], 0)
-            attempts = 0
-            while True:
-                run = self.start(f"killed{i}", command, options)
-                time.sleep(random.uniform(3, 6))
-                attempts += 1
-                if attempts > 3:
-                    self.assertEqual(finish(run)[0], 0)
-                    break
-                kills += run.poll() is None
-                os.killpg(run.pid, signal.SIGKILL)
-                finish(run)
-                time.sleep(1)  # the workers of torchrun are in groups of their own, and end by themselves
+            whole, killed, options = f"whole{i}", f"killed{i}", [*options, *self.more]
+            run = self.start(whole, command, options)
+            self.begun(whole, 1)
+            started = time.monotonic()
+            self.assertEqual(finish(run)[0], 0)
+            length = time.monotonic() - started
+            for kills in range(3):
+                run = self.start(killed, command, options)
+                self.begun(killed, kills + 1)
+                time.sleep(random.uniform(0, length / 3))
+                hits += run.poll() is None
+                self.kill(killed, run)
+            self.assertEqual(finish(self.start(killed, command, options))[0], 0)
             with self.subTest(command=command, options=options):
-                self.check_equal(f"killed{i}", f"whole{i}")
-        print(f"{kills} kills")
+                self.check_equal(killed, whole)
+        print(f"{hits} kills")
+        self.assertGreaterEqual(hits, 2 * len(LONG))
 
 
 class CurveTest(FolderTest):
@@ -234,36 +259,42 @@ class WithinEpochTest(ResumeTest):
              "            return self.tensors[0][list(indices)] + noise, self.tensors[1][list(indices)]\n"
              "        rows = torch.frombuffer(array")
 
-    def setUp(self):
-        FolderTest.setUp(self)
-        project(self.folder, self.NORM, self.NOISE)
+    # A place to wait for the kill, one step after a checkpoint.
+    HOLD = ("runtime.py", STEP, f'{STEP}        if os.environ.get("HOLD") == f"{{state.epoch + 1}} {{state.step}}":\n'
+            "            time.sleep(600)\n")
+    edits, more = [NORM, NOISE, HOLD], ["--checkpoint_steps", "3"]
+    test_killed_and_started_again = None
 
-    test_killed_and_started_again = test_killed_at_random_moments = None
+    def killed_within(self, command, options, epoch):
+        """Kill a run after four steps of an epoch, counted from 1; a checkpoint of three is left."""
+        run = self.start("killed", command, options, HOLD=f"{epoch} 4")
 
-    def steps_seen(self, name):
-        with open(self.path(name + ".out")) as file:
-            return len(re.findall("^epoch 2/3, step ", file.read(), re.M))
+        def seen():
+            with open(self.path("killed.out")) as file:
+                return f"\nepoch {epoch}/3, step 3," in file.read()
+
+        wait_until(seen, f"steps of epoch {epoch}")
+        self.kill("killed", run)
+        checkpoint = torch.load(self.path("killed.pt"), weights_only=True)
+        self.assertEqual((checkpoint["epoch"], checkpoint["step"]), (epoch - 1, 3))
 
     def test_killed_within_an_epoch(self):
-        for other, options in ((TORCHRUN, ["--accumulation_steps", "2", "--num_workers", "1"]),
-                               (SPAWN, ["--grad_sync", "manual", "--batch_size", "50"])):
-            options = ["--epochs", "3", "--checkpoint_steps", "3", *options]
-            first = SPAWN if other is TORCHRUN else [*launcher(3), "ddp_launch.py"]
-            killed, whole = self.start("killed", first, options), None
-            wait_until(lambda: self.steps_seen("killed") > 1, "steps of the second epoch")
-            os.killpg(killed.pid, signal.SIGKILL)
-            finish(killed)
-            time.sleep(1)  # the workers of torchrun end by themselves
-            checkpoint = torch.load(self.path("killed.pt"), weights_only=True)
-            self.assertGreater(checkpoint["epoch"] + checkpoint["step"], 1)
-            whole = self.start("whole", other, options)
-            code, _, err = finish(self.start("killed", other, options))
+        """Twice with DDP, each time continued by the other launcher, and once with gradients averaged by hand."""
+        torchrun = [*launcher(3), "ddp_launch.py"]
+        for kills, last, options in (((SPAWN, torchrun), SPAWN, ["--accumulation_steps", "2", "--num_workers", "1"]),
+                                     ((torchrun,), SPAWN, ["--grad_sync", "manual", "--batch_size", "50"])):
+            options = ["--epochs", "3", *self.more, *options]
+            for epoch, command in enumerate(kills, 1):
+                self.killed_within(command, options, epoch)
+            whole = self.start("whole", TORCHRUN, options)
+            code, _, err = finish(self.start("killed", last, options))
             self.assertEqual(code, 0, err)
             self.assertEqual(finish(whole)[0], 0)
-            with self.subTest(first=first, options=options):
+            with self.subTest(options=options):
                 self.check_equal("killed", "whole")
                 with open(self.path("killed.out")) as file:
-                    self.assertRegex(file.read(), r"(?m)^going on from \S+, after epoch \d(, step \d+)?$")
+                    going_on = re.findall(r"(?m)^going on from \S+, after epoch \d, step \d+$", file.read())
+                self.assertEqual(len(going_on), len(kills))
             for name in os.listdir(self.folder):
                 if name.startswith(("killed.", "whole.")):
                     os.remove(self.path(name))
