@@ -37,6 +37,7 @@ def start(command, cwd=ROOT, stdout=subprocess.PIPE, **environment):
     """A command in the project's folder, in a process group of its own."""
     env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     env.update(environment)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [os.path.join(ROOT, "tests", "site"), env.get("PYTHONPATH")]))
     command = [sys.executable, *command] if command[0].endswith(".py") else command
     return subprocess.Popen(command, cwd=cwd, env=env, text=True, start_new_session=True,
                             stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE)
