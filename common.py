@@ -89,9 +89,9 @@ def scores(outputs: Any, targets: Any) -> Optional[Tensor]:
 
 # Name: class, settings, default learning rate. What is added here is an --optimizer.
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], float]] = {
-    "adam": (torch.optim.Adam, {}, 0.005),
-    "adamw": (torch.optim.AdamW, {}, 0.005),
-    "sgd": (torch.optim.SGD, {"momentum": 0.9}, 0.05)}
+    "adam": (torch.optim.Adam, {"fused": True}, 0.005),  # fused: one pass over the memory, faster on CPUs too
+    "adamw": (torch.optim.AdamW, {"fused": True}, 0.005),
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}, 0.05)}  # fused, it goes wrong if fp16 skips the first step
 
 
 def schedule(share: float) -> float:
@@ -269,15 +269,16 @@ def replace_file(path: str, write: Callable[[IO[bytes]], Any]) -> None:
 
 
 def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    """The optimizer that --optimizer names; fused where that works: one pass over the memory, faster on CPUs too."""
+    """The optimizer that --optimizer names; fused only where that works."""
     kind, settings, rate = OPTIMIZERS[args.optimizer]
     settings = {**settings, "lr": args.learning_rate or rate}
     if args.weight_decay is not None:
         settings["weight_decay"] = args.weight_decay
     sparse = any(getattr(module, "sparse", False) for module in model.modules())
-    if not sparse and not any(parameter.is_complex() for parameter in model.parameters()):
-        with contextlib.suppress(TypeError, RuntimeError):  # not in this class, this torch, or for this device
-            return kind(model.parameters(), fused=True, **settings)
+    if settings.get("fused") and not sparse and not any(map(torch.is_complex, model.parameters())):
+        with contextlib.suppress(RuntimeError):  # not in this torch, or not for this device
+            return kind(model.parameters(), **settings)
+    settings.pop("fused", None)
     return kind(model.parameters(), **settings)
 
 
@@ -527,16 +528,13 @@ def average_batch_norm(model: nn.Module, loss_sum: Tensor) -> None:
 
 def broadcast(value: Any) -> Any:
     """Rank 0's `value` (tensors, numbers, strings, in dicts and lists) on every rank, a piece of 25 MiB at a time."""
-    rank, world_size = rank_and_world_size()
-    if world_size == 1:
+    if not dist.is_initialized():
         return value
-
     def send(row: Tensor) -> None:
         for piece in row.split(BUCKET_BYTES):
             moved = piece.to(comm_device())
             dist.broadcast(moved, src=0)
             piece.copy_(moved)
-
     # First the structure, in which a dense tensor is one element that is expanded to its shape; then what is in them.
     tensors, file = [], io.BytesIO()
     torch.save(map_tensors(lambda tensor: tensor if tensor.is_sparse else torch.zeros((), dtype=tensor.dtype).expand(
@@ -545,7 +543,7 @@ def broadcast(value: Any) -> Any:
     send(size)
     structure = torch.frombuffer(bytearray(file.getvalue().ljust(int(size))), dtype=torch.uint8)[:int(size)]
     send(structure)
-    if rank > 0:
+    if dist.get_rank() > 0:
         value = torch.load(io.BytesIO(bytes(structure.tolist())), weights_only=True)
         value = map_tensors(lambda one: one if one.is_sparse else torch.empty(one.shape, dtype=one.dtype), value)
     map_tensors(tensors.append, value)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import copy
 import gc
@@ -26,7 +27,6 @@ import torch
 import torch.distributed as dist
 from common import UsageError, checksum, keep_freed_memory, rank_and_world_size
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 PARENT = os.getppid()  # the launcher, if there is one; later it could be gone
@@ -37,7 +37,7 @@ warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  
 @contextlib.contextmanager
 def errors_in_one_line(local_rank: int = 0) -> Iterator[None]:
     """Report a UsageError as one line on standard error and exit code."""
-    with contextlib.suppress(AttributeError):  # of the streams that tests put there
+    with contextlib.suppress(AttributeError):  # standard output may be closed
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     try:
         yield
@@ -281,8 +281,8 @@ class Joining:
 
     def text(self, waits: str) -> str:
         return (f"rank {self.rank} of {self.world_size} at {self.address}:{self.port} {waits} for {self.missing}, "
-                f"{self.timeout:g} s at most (--timeout): start all ranks, with one address, port and world size; if "
-                "hosts have several networks, set GLOO_SOCKET_IFNAME to the interface of the right one")
+                f"{self.timeout:g} s at most (--timeout): start all ranks, with one address, port and world size; on "
+                "hosts with several networks, set GLOO_SOCKET_IFNAME")
 
     def wait(self, store: dist.Store, key: str) -> bytes:
         """The value of a key that another rank sets; meanwhile, find out which ranks are missing."""
@@ -316,7 +316,11 @@ class Joining:
 
 
 def drop_references() -> None:
-    """Let go of what holds the process group, so that destroy_process_group ends it, and its threads with it."""
+    """Let go of what holds the process group, so that destroy_process_group ends it, and its threads with it. Raises
+    the error of a rank that has failed alone: nccl would wait for the other ranks, which wait for this one."""
+    if sys.exc_info()[0] not in (None, UsageError) and common.comm_device().type == "cuda":
+        atexit.register(os._exit, 1)  # once the traceback is printed; Python's own end would destroy the group too
+        raise
     traceback.clear_frames(sys.exc_info()[2])
     gc.collect()
     time.sleep(0.1)  # its threads drop the last tensors: for that they need the GIL, which old torch would not give up
@@ -478,7 +482,7 @@ class TrainState:
 
     def optimizer_step(self) -> None:
         """Set the learning rate by the share of training that is done, clip the gradients, and step."""
-        if isinstance(self.model, DDP):
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
             self.model.reducer._rebuild_buckets()  # raises DDP's error if it has not averaged all, not a forward later
         share = (self.epoch + self.samples / self.epoch_samples) / self.args.epochs
         for group in self.optimizer.param_groups:
@@ -528,8 +532,7 @@ class TrainState:
             for name, value in values.items():  # laid out as its parameter: fused optimizers go by the place in memory
                 if isinstance(value, Tensor) and not value.is_sparse and value.shape == parameter.shape:
                     values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-        scaler = part("scaler")
-        if scaler and self.scaler.is_enabled():
+        if (scaler := part("scaler")) and self.scaler.is_enabled():
             self.scaler.load_state_dict(scaler)
         for name in self.SAVED[:-1]:
             setattr(self, name, part(name))
@@ -601,7 +604,7 @@ def start_or_resume(args: Namespace, state: TrainState, loader: DataLoader) -> N
         return
     if found != "a checkpoint":
         raise UsageError(found, on_all_ranks=True)
-    if isinstance(state.model, DDP):
+    if isinstance(state.model, nn.parallel.DistributedDataParallel):
         common.warm_up(state.model, loader)
     state.load_state_dict(lambda name: common.broadcast(loaded[name] if rank == 0 else None))  # saves memory
     if rank == 0:
