@@ -1,21 +1,70 @@
-"""python -m tests [test_numbers ...]: run the tests. The last line counts them; the exit code is 1 if any failed."""
+"""python -m tests [test_numbers ...]: run the tests. The last line counts them; the exit code is 1 if any failed.
+
+Without a name, each file's tests run in a process of their own, as many at once as there are cores.
+"""
+import gc
+import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import unittest
 
+LONGEST = ("test_slurm", "test_two_hosts", "test_resume", "test_launchers", "test_patterns", "test_task")
+
+
+def run(suite):
+    """Run the tests; (passed, failed, skipped)."""
+    result = unittest.TextTestRunner(stream=sys.stdout, verbosity=2).run(suite)
+    failed = len(result.failures) + len(result.errors) + len(result.unexpectedSuccesses)
+    return max(0, result.testsRun - failed - len(result.skipped)), failed, len(result.skipped)
+
+
+def start(suite, out):
+    """Run the tests in a process that is forked, as importing torch takes seconds; what it prints goes to a file."""
+    pid = os.fork()
+    if pid:
+        return pid
+    with open(out, "w") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    counts = run(suite)
+    print(json.dumps(counts), flush=True)
+    gc.freeze()  # or all of torch is freed at the end
+    sys.exit()
+
+
+def run_all(suites, folder):
+    """Run each suite in a process of its own; the sum of (passed, failed, skipped)."""
+    os.environ["TESTS_FOLDER"] = folder  # for helpers.trained
+    waiting, running, total = list(suites.items()), {}, (0, 0, 0)
+    while waiting or running:
+        while waiting and len(running) < (os.cpu_count() or 1):
+            name, suite = waiting.pop(0)
+            running[start(suite, os.path.join(folder, name))] = name
+        name = running.pop(os.wait()[0])
+        with open(os.path.join(folder, name)) as file:
+            *lines, last = file.read().splitlines() or [""]
+        try:
+            counts = json.loads(last)
+        except ValueError:  # the process itself has failed
+            lines, counts = [*lines, last, f"{name} did not end"], (0, 1, 0)
+        print(f"{name}\n" + "\n".join(lines), flush=True)
+        total = tuple(map(sum, zip(total, counts)))
+    return total
+
+
 # A background job of a shell ignores Ctrl-C, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-names = [f"tests.{name}" for name in sys.argv[1:]]
-loader = unittest.TestLoader()
-here = os.path.dirname(os.path.abspath(__file__))
-suite = loader.loadTestsFromNames(names) if names else loader.discover(here, top_level_dir=os.path.dirname(here))
-started = time.monotonic()
-result = unittest.TextTestRunner(stream=sys.stdout, verbosity=2).run(suite)
-failed = len(result.failures) + len(result.errors) + len(result.unexpectedSuccesses)
-skipped = len(result.skipped)
-passed = max(0, result.testsRun - failed - skipped)
+loader, here, started = unittest.TestLoader(), os.path.dirname(os.path.abspath(__file__)), time.monotonic()
+if sys.argv[1:]:
+    passed, failed, skipped = run(loader.loadTestsFromNames([f"tests.{name}" for name in sys.argv[1:]]))
+else:
+    names = sorted((name[:-3] for name in os.listdir(here) if name.startswith("test_")),
+                   key=lambda name: (LONGEST.index(name) if name in LONGEST else len(LONGEST), name))
+    with tempfile.TemporaryDirectory() as folder:
+        passed, failed, skipped = run_all({name: loader.loadTestsFromName(f"tests.{name}") for name in names}, folder)
 print(f"in {time.monotonic() - started:.0f} s")
 print(f"{passed} passed, {failed} failed, {skipped} skipped", flush=True)
 sys.exit(1 if failed or not passed else 0)

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import unittest
+import zlib
 
 import common
 import runtime
@@ -115,8 +116,16 @@ class Run:
 
 @functools.lru_cache(maxsize=None)
 def trained(*command):
-    """A Run, made once however many tests look at it."""
-    return Run(*command)
+    """A Run, made once however many tests look at it, and in however many processes they run."""
+    if not isinstance(command[0], str) or "TESTS_FOLDER" not in os.environ:
+        return Run(*command)
+    path = os.path.join(os.environ["TESTS_FOLDER"], f"{zlib.crc32(repr(command).encode()):08x}.pt")
+    with common.lock(path, timeout=300):
+        if not os.path.exists(path):
+            torch.save(vars(Run(*command)), path)
+        result = Run.__new__(Run)
+        vars(result).update(torch.load(path, weights_only=True))
+        return result
 
 
 def call(module, *options, **environment):

@@ -64,7 +64,12 @@ def roll_call(given, data=None, changes=None, local_ranks=None):
         results[rank, "operations"] for rank in range(world_size))
 
 
-DATA = common.load_data(options())
+DATA = None  # made when tests run: processes that run tests are forked, and torch must not have threads by then
+
+
+def setUpModule():
+    global DATA
+    DATA = common.load_data(options())
 
 
 class AgreementTest(unittest.TestCase):
