@@ -102,7 +102,9 @@ class Run:
             self.files = sorted(os.listdir(folder))
             with open(files[3]) as file:
                 self.metrics = [json.loads(line) for line in file]
-            self.checkpoint = torch.load(files[1], weights_only=True) if os.path.exists(files[1]) else None
+            # To the CPU: a test process that holds a GPU would keep out those that it starts, in exclusive mode.
+            self.checkpoint = (torch.load(files[1], map_location="cpu", weights_only=True)
+                               if os.path.exists(files[1]) else None)
 
     @property
     def weights(self):
