@@ -11,7 +11,8 @@ import ddp_launch
 import ddp_spawn
 import dp_example
 
-from tests.helpers import ROOT, call
+from tests import test_gpu
+from tests.helpers import ROOT, FolderTest, call, project
 
 SCRIPTS = ("dp_example.py", "ddp_spawn.py", "ddp_launch.py")
 FLOORS = {**{name: {"runtime", "common"} for name in SCRIPTS}, "runtime.py": {"common"}, "common.py": set()}
@@ -114,6 +115,13 @@ class StepTest(unittest.TestCase):
                 starred += [part for part in node.keywords if part.arg is None]
                 self.assertEqual(starred, [], f"{name}:{node.lineno}")
                 self.assertNotIsInstance(node.func, (ast.IfExp, ast.BoolOp, ast.Lambda), f"{name}:{node.lineno}")
+
+
+class EditsTest(FolderTest):
+    def test_what_test_gpu_changes_is_there(self):
+        """That file is skipped where there is no GPU, and would not tell."""
+        for edits in (test_gpu.DETERMINISTIC, test_gpu.TELLS, test_gpu.SILENT):
+            project(self.folder, *edits)
 
 
 class HelpTest(unittest.TestCase):
