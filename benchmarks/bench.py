@@ -2,6 +2,7 @@
 
     python benchmarks/bench.py                    # all tables, in about ten minutes on two cores
     python benchmarks/bench.py step startup   # some: input average step gains choices scaling threads startup memory
+    python benchmarks/bench.py gpu                # a rank on each GPU; gpu-trial shows on two CPU ranks that this runs
 
 Each figure is a median of at least five rounds, in which the candidates take turns, after one that does not count.
 """
@@ -33,8 +34,16 @@ from torch.utils.data.distributed import DistributedSampler
 
 from tests.helpers import write_mnist
 
-CPU = torch.device("cpu")
+CPU = torch.device("cpu")  # in a rank, common.comm_device() is where the models and the gradients are
 LIMIT = timedelta(minutes=5)  # for each wait, and each command
+
+
+def synchronize() -> None:
+    """Wait for all ranks, and for this one's GPU, which works on after a call has returned."""
+    if dist.is_initialized():
+        dist.barrier()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def alternate(candidates: dict[str, Callable[[], Any]], rounds: int = 7) -> dict[str, float]:
@@ -42,10 +51,11 @@ def alternate(candidates: dict[str, Callable[[], Any]], rounds: int = 7) -> dict
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for i in range(rounds + 1):
         for name in list(candidates)[::1 if i % 2 else -1]:
-            if dist.is_initialized():
-                dist.barrier()
+            synchronize()
             started = time.perf_counter()
             candidates[name]()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
             if i:
                 seconds[name].append(time.perf_counter() - started)
     return {name: statistics.median(found) for name, found in seconds.items()}
@@ -104,18 +114,20 @@ def passes(title: str, data: common.Rows, sampler: Any, plain: DataLoader) -> tu
 
 
 # ---- In several ranks ------------------------------------------------------------------------------
-def rank(local_rank: int, world_size: int, port: int, name: str) -> None:
+def rank(local_rank: int, world_size: int, port: int, name: str, backend: str) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(local_rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=local_rank, world_size=world_size, timeout=LIMIT)
+    dist.init_process_group(backend, store=store, rank=local_rank, world_size=world_size, timeout=LIMIT)
     globals()[name]()
     dist.barrier()
     os._exit(0)  # without the teardown of what was measured
 
 
-def in_ranks(name: str, world_size: int = 2) -> None:
+def in_ranks(name: str, world_size: int = 2, backend: str = "gloo") -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(rank, args=(world_size, store.port, name), nprocs=world_size)
+    mp.spawn(rank, args=(world_size, store.port, name, backend), nprocs=world_size)
 
 
 def average_one_by_one(model: nn.Module) -> None:
@@ -125,16 +137,16 @@ def average_one_by_one(model: nn.Module) -> None:
         parameter.grad /= dist.get_world_size()
 
 
-def average() -> None:
+def average(rounds: int = 25) -> None:
     rows = []
     for title, shapes in (("60 tensors, 11 million parameters", [(512, 512)] * 40 + [(512,)] * 19 + [(500, 1000)]),
                           ("200 tensors of 100", [(100,)] * 200)):
-        model = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+        model = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes).to(common.comm_device())
         for parameter in model:
             parameter.grad = torch.ones_like(parameter)
         flat = torch.cat([parameter.grad.reshape(-1) for parameter in model])
         found = alternate({"ours": lambda: common.average_gradients(model), "flat": lambda: dist.all_reduce(flat),
-                           "one by one": lambda: average_one_by_one(model)}, 25)
+                           "one by one": lambda: average_one_by_one(model)}, rounds)
         rows.append((title, found["ours"] / found["flat"], found["one by one"] / found["ours"]))
     show("average_gradients: its time by that of one flat all-reduce; that of one for each tensor by its time", *rows)
 
@@ -143,11 +155,11 @@ class Loops:
     """An epoch of each of four loops over the same shards, each with a model of its own."""
 
     def __init__(self, name: str, samples: int) -> None:
-        self.args, self.data = options("--dataset", name), in_memory(name, samples)
+        self.args, self.data, self.device = options("--dataset", name), in_memory(name, samples), common.comm_device()
         self.sampler = DistributedSampler(self.data, *common.rank_and_world_size()[::-1])
-        self.loader = common.make_loader(self.data, self.sampler, self.args, CPU)
+        self.loader = common.make_loader(self.data, self.sampler, self.args, self.device)
         self.plain_loader = DataLoader(TensorDataset(*self.data.tensors), self.args.batch_size, sampler=self.sampler)
-        models = [common.build_model(self.args, self.data) for _ in range(4)]
+        models = [common.build_model(self.args, self.data).to(self.device) for _ in range(4)]
         ddp = [DDP(model, broadcast_buffers=False, gradient_as_bucket_view=True) for model in models[:3]]
         models = ddp + models[3:]
         self.states = [runtime.TrainState(model, self.args) for model in models]
@@ -165,7 +177,7 @@ class Loops:
         for indices in torch.tensor(list(self.sampler)).split(self.args.batch_size):
             inputs, targets = self.data.tensors[0][indices], self.data.tensors[1][indices]
             optimizer.zero_grad()
-            F.cross_entropy(model(inputs), targets).backward()
+            F.cross_entropy(model(inputs.to(self.device)), targets.to(self.device)).backward()
             optimizer.step()
 
     def notes(self) -> None:
@@ -265,6 +277,53 @@ def scaling() -> None:
           "that each link of many machines would carry at this rate")
     for processes in (1, 2, 4, 8):
         in_ranks("scaling_rank", processes)
+
+
+# ---- On GPUs ---------------------------------------------------------------------------------------
+def gpu_rank() -> None:
+    on_gpu, world_size = common.comm_device().type == "cuda", common.rank_and_world_size()[1]
+    what = torch.cuda.get_device_name() if on_gpu else "a trial on the CPU"
+    rows = []
+    for name, steps in (("synthetic", 50), ("MNIST", 20)) if on_gpu else (("synthetic", 5), ("MNIST", 2)):
+        loops = Loops(name, 100 * steps * world_size)
+        found = alternate({"ours": loops.ours, "bare": loops.bare})
+        rows.append((f"{NAMES[name]}, {steps} steps an epoch", found["bare"] / found["ours"], steps / found["ours"]))
+    show(f"Training loop, {world_size} x {what}: times the steps per second of a bare loop; steps per second", *rows)
+    if world_size > 1:
+        overlap(*(4096, 8, 512) if on_gpu else (128, 4, 16))
+        average(25 if on_gpu else 1)
+    else:
+        print("\nOne GPU: there is nothing to all-reduce")
+
+
+def overlap(width: int, layers: int, samples: int) -> None:
+    """A step of DDP, of the same model without communication, and one all-reduce of as many gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(common.comm_device())
+    flat = torch.cat([torch.zeros_like(parameter).reshape(-1) for parameter in model.parameters()])
+    inputs, ddp = torch.randn(samples, width, device=flat.device), DDP(model, gradient_as_bucket_view=True)
+
+    def step() -> None:
+        ddp.zero_grad(set_to_none=False)
+        ddp(inputs).square().mean().backward()
+
+    def silent() -> None:
+        with ddp.no_sync():
+            step()
+
+    found = alternate({"ddp": step, "silent": silent, "flat": lambda: dist.all_reduce(flat)}, 15)
+    hidden = 1 - (found["ddp"] - found["silent"]) / found["flat"]
+    show("DDP's forward and backward: milliseconds; without communication; of an all-reduce of the gradients; share of "
+         "that which backward hides", (f"{layers} layers of {width} x {width}, {flat.numel() / 1e6:.0f} million "
+                                       f"gradients", *(1000 * seconds for seconds in found.values()),
+                                       min(1.0, max(0.0, hidden))))
+
+
+def gpus() -> None:
+    if torch.cuda.is_available():
+        in_ranks("gpu_rank", torch.cuda.device_count(), "nccl")
+    else:
+        print("\nOn GPUs: torch finds none here")
 
 
 # ---- Whole commands --------------------------------------------------------------------------------
@@ -388,10 +447,10 @@ def threads() -> None:
 TABLES = {"input": fetching, "average": lambda: in_ranks("average"), "step": lambda: in_ranks("step"),
           "choices": lambda: in_ranks("choices", 1), "gains": lambda: in_ranks("gains"), "scaling": scaling,
           "threads": threads,
-          "startup": startup, "memory": memory}
+          "startup": startup, "memory": memory, "gpu": gpus, "gpu-trial": lambda: in_ranks("gpu_rank")}
 
 if __name__ == "__main__":
-    names = sys.argv[1:] or list(TABLES)
+    names = sys.argv[1:] or [name for name in TABLES if name != "gpu-trial"]
     if not set(names) <= set(TABLES):
         sys.exit(f"bench.py: the tables are {' '.join(TABLES)}")
     print(f"torch {torch.__version__}, {os.cpu_count()} cores")
