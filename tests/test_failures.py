@@ -65,6 +65,18 @@ class FailingRankTest(FolderTest):
                 self.assertRegex(last, "(?s)" + expected.replace("('in rank', 1)", re.escape("('in rank', 1)")))
                 self.assertNotIn("gloo", err)
 
+    def test_a_rank_that_fails_alone_does_not_wait_in_the_end_of_nccl(self):
+        """There, destroy_process_group waits for the other ranks, which wait for this one. Here, gloo is made to."""
+        left, time_out = "        dist.destroy_process_group()\n", "        __import__('time').sleep(600)\n"
+        project(self.folder, ("runtime.py", STEP, f"{STEP}        if rank == 1: raise KeyError('in rank', rank)\n"),
+                ("runtime.py", 'common.comm_device().type == "cuda"', "rank_and_world_size()[0] == 1"),
+                ("ddp_spawn.py", left, time_out), ("ddp_launch.py", left, time_out))
+        for name, command in STARTED_BY.items():
+            with self.subTest(started_by=name):
+                code, _, err = run(*command, cwd=self.folder, timeout=60)
+                self.assertEqual((code, "rank 1 of 2 on host" in err or "Root Cause" in err), (1, True), err)
+                self.assertIn("KeyError: ('in rank', 1)", err)
+
 
 class SignalTest(RunningTest):
     def test_one_signal_ends_all_processes(self):
