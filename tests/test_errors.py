@@ -137,7 +137,7 @@ class FilesTest(ErrorTest):
         self.check_all(["--dataset", "MNIST", "--data_root", self.folder], self.path("MNIST", "raw", "train-images"),
                        "--data_root", "--download", "28x28 images")
         self.check_all(["--dataset", "Subj", "--data_root", self.folder], self.path("Subj", "plot.tok.gt9.5000"),
-                       "one sentence a line", "--download")
+                       "one sentence per line", "--download")
 
     def test_mnist_that_is_empty_truncated_or_malformed(self):
         raw, options = self.path("MNIST", "raw"), ["--dataset", "MNIST", "--data_root", self.folder]
