@@ -129,7 +129,7 @@ class AgreementTest(unittest.TestCase):
     def test_a_rank_that_cannot_start_says_so_on_all(self):
         results, _, _ = roll_call(((), ()), data={1: (DATA[0], DATA[1], common.Rows(*DATA[2][:0]))})
         self.assertEqual([str(result) for result in results],
-                         2 * ["training, validation and test need a sample each, by __getitem__; they have "
+                         2 * ["training, validation and test data need a sample each, and __getitem__; they have "
                               "[4000, 500, 0]"])
 
     def test_other_threads_are_reported(self):
