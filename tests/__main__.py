@@ -5,7 +5,7 @@ import sys
 import time
 import unittest
 
-# A background job of a shell ignores Ctrl-C, and so would all that the tests start.
+# A shell's background job ignores Ctrl-C. Without this, all processes that the tests start would ignore it too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 names = [f"tests.{name}" for name in sys.argv[1:]]
 loader = unittest.TestLoader()

@@ -15,7 +15,7 @@ from tests.helpers import FolderTest, call, idx, launcher, run, socket, write_mn
 
 class ErrorTest(FolderTest):
     def check(self, module, options, *expected, **environment):
-        """`expected` words stand in the one line."""
+        """The one line contains the `expected` words."""
         started = AssertionError("a process or a process group was started")
         with mock.patch("torch.multiprocessing.spawn", side_effect=started), \
                 mock.patch("torch.distributed.init_process_group", side_effect=started), self.subTest(options=options):
