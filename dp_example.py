@@ -1,7 +1,7 @@
-"""nn.DataParallel: one process splits each batch over the GPUs of a machine. Easy, and slow: the first one sums up.
+"""nn.DataParallel: one process splits each batch over the GPUs of one node. Easy but slow: GPU 0 sums all gradients.
 
-    python dp_example.py                # who gets which part of a batch, as in the notes
-    python dp_example.py --epochs 2     # trains what the two DDP scripts train
+    python dp_example.py                # shows how a batch is split, as in the notes
+    python dp_example.py --epochs 2     # trains the task of the two DDP scripts
 """
 import os
 from argparse import Namespace
@@ -27,7 +27,7 @@ class RandomDataset(Dataset):
 
 
 class Model(nn.Module):
-    """One linear layer that tells what it gets: with several GPUs, each has a copy, and a part of the batch."""
+    """One linear layer that prints its sizes. With several GPUs, each has a copy of it, and gets part of the batch."""
 
     def __init__(self, input_size: int, output_size: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 def demonstrate(args: Namespace) -> None:
-    """Print what goes into the model, and what into its copies."""
+    """Print the sizes of each batch outside the model, and inside each of its copies."""
     device = torch.device("cuda:0" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and args.device == "cuda":
         raise common.UsageError("--device cuda: 0 GPU(s) here; use --device cpu")
@@ -48,7 +48,7 @@ def demonstrate(args: Namespace) -> None:
     model = Model(args.input_size, args.output_size)
     if device.type == "cuda" and torch.cuda.device_count() > 1:
         print("Let's use", torch.cuda.device_count(), "GPUs!")
-        model = nn.DataParallel(model)  # splits a batch of 30 along dimension 0: 10 each for three GPUs
+        model = nn.DataParallel(model)  # splits a batch of 30 along dimension 0: three GPUs get 10 rows each
     model.to(device)
     for data in loader:
         inputs = data.to(device)
@@ -57,15 +57,15 @@ def demonstrate(args: Namespace) -> None:
 
 
 def train(args: Namespace) -> None:
-    """What ddp_spawn.py and ddp_launch.py do, without what several processes need."""
+    """Train as ddp_spawn.py and ddp_launch.py do, in one process."""
     train_data, valid_data, test_data = data = common.load_data(args)
     device, _, _ = runtime.roll_call(None, None, 0, args, data)
     common.seed(args.seed)
     model = common.build_model(args, train_data).to(device)
     if args.precision != "fp32":
         model = common.Autocast(model, args.precision)
-    model = nn.DataParallel(model)  # called like the module; the first GPU has the weights, copies last for one forward
-    # One process has the whole data. This sampler gives it in the order that all ranks of a DDP run have together.
+    model = nn.DataParallel(model)  # GPU 0 keeps the weights; each forward copies them to the other GPUs
+    # One process reads the whole data set, in the same order as all ranks of a DDP run together.
     sampler = DistributedSampler(train_data, num_replicas=1, rank=0, seed=args.seed)
     train_loader = common.make_loader(train_data, sampler, args, device, drop_last=args.drop_last)
     valid_loader = common.make_loader(valid_data, range(len(valid_data)), args, device)
@@ -76,14 +76,14 @@ def train(args: Namespace) -> None:
         sampler.set_epoch(epoch)
         model.train()
         for batch in runtime.batches(train_loader, state, args):
-            outputs = model(batch.inputs)  # split over the GPUs, computed there, and gathered on the first
+            outputs = model(batch.inputs)  # splits the batch over the GPUs, and gathers the outputs on GPU 0
             losses = common.losses(outputs, batch.targets)  # [batch], one for each sample
             batch.record(losses)
             loss = (losses * batch.weights).sum()  # the mean over all samples of the step
-            loss.backward()  # back through the copies: the first GPU gets the sum of their gradients
+            loss.backward()  # goes back through the copies, and sums their gradients on GPU 0
             if batch.ends_step:
                 state.optimizer_step()
-                state.optimizer.zero_grad()  # or the next step's gradients are added to these
+                state.optimizer.zero_grad()  # otherwise the next step adds its gradients to these
         figures = state.end_training()
         valid_loss, valid_score = common.evaluate(model, valid_loader)
         state.end_epoch(figures, valid_loss, valid_score)
@@ -97,19 +97,19 @@ def train(args: Namespace) -> None:
 def main() -> None:
     parser = runtime.make_parser(__doc__, ddp=False)
     parser.set_defaults(batch_size=30, epochs=None)
-    group = parser.add_argument_group("without --epochs: who gets which part of a batch")
+    group = parser.add_argument_group("without --epochs: show how a batch is split")
     runtime.add_option(group, "--input_size", type=runtime.COUNT, default=5, help="numbers per random vector")
     runtime.add_option(group, "--output_size", type=runtime.COUNT, default=2, help="outputs of the model")
-    runtime.add_option(group, "--data_size", type=runtime.COUNT, default=100, help="random vectors")
+    runtime.add_option(group, "--data_size", type=runtime.COUNT, default=100, help="number of random vectors")
     args = parser.parse_args()
     if args.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DataParallel takes every GPU that it sees
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DataParallel uses every visible GPU
     if runtime.find_launcher():
-        raise common.UsageError("dp_example.py is one process: start it with python; ddp_launch.py is for launchers")
+        raise common.UsageError("dp_example.py is one process: start it with python; for a launcher, use ddp_launch.py")
     if args.epochs is not None:
         train(args)
     elif args.checkpoint or args.resume or args.metrics or args.download or args.dataset != "synthetic":
-        raise common.UsageError("training starts with --epochs N; without it, only random vectors are passed through")
+        raise common.UsageError("options of data and files need training: add --epochs N, or leave them out")
     else:
         demonstrate(args)
 

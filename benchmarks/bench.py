@@ -1,8 +1,8 @@
-"""What the README's figures come from: ratios of things that are measured side by side in one run.
+"""Measures the README's figures: ratios of two things that take turns in one run.
 
     python benchmarks/bench.py                    # all tables, in about ten minutes on two cores
-    python benchmarks/bench.py step startup   # some: input average step gains choices scaling threads startup memory
-    python benchmarks/bench.py gpu                # a rank on each GPU; gpu-trial shows on two CPU ranks that this runs
+    python benchmarks/bench.py step startup   # some of: input average step gains choices scaling threads startup memory
+    python benchmarks/bench.py gpu            # one rank per GPU; gpu-trial runs the same code with two ranks on the CPU
 
 Each figure is a median of at least five rounds, in which the candidates take turns, after one that does not count.
 """
@@ -47,7 +47,7 @@ def synchronize() -> None:
 
 
 def alternate(candidates: dict[str, Callable[[], Any]], rounds: int = 7) -> dict[str, float]:
-    """Median seconds of each candidate; in every other round they take turns in the opposite order."""
+    """Return the median seconds of each candidate. Every other round runs them in the opposite order."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for i in range(rounds + 1):
         for name in list(candidates)[::1 if i % 2 else -1]:
@@ -75,7 +75,7 @@ def options(*given: str) -> Any:
 
 
 def in_memory(name: str, samples: int) -> common.Rows:
-    """Random samples, in the form of the data set of that name."""
+    """Return random samples in the form of the data set of that name."""
     if name == "Subj":
         return common.Sentences(torch.randint(1, 20_000, (samples, 24)), torch.randint(2, (samples,)))
     images = name == "MNIST"
@@ -88,7 +88,7 @@ NAMES = {"synthetic": "small MLP", "MNIST": "MNIST network", "Subj": "Subj netwo
 
 # ---- Input -----------------------------------------------------------------------------------------
 def fetching() -> None:
-    """A pass over the data: whole batches, as common.py fetches them, against DataLoader's default, row by row."""
+    """A pass over the data: whole batches, as common.py fetches them, against DataLoader's default, one by one."""
     rows = []
     for name, title in (("synthetic", "60,000 rows of 20 floats"), ("MNIST", "60,000 images of 28x28 bytes")):
         data = in_memory(name, 60_000)
@@ -122,7 +122,7 @@ def rank(local_rank: int, world_size: int, port: int, name: str, backend: str) -
     dist.init_process_group(backend, store=store, rank=local_rank, world_size=world_size, timeout=LIMIT)
     globals()[name]()
     dist.barrier()
-    os._exit(0)  # without the teardown of what was measured
+    os._exit(0)  # skips the teardown of what was measured
 
 
 def in_ranks(name: str, world_size: int = 2, backend: str = "gloo") -> None:
@@ -152,7 +152,7 @@ def average(rounds: int = 25) -> None:
 
 
 class Loops:
-    """An epoch of each of four loops over the same shards, each with a model of its own."""
+    """Four loops over the same shards, each with its own model; each runs one epoch."""
 
     def __init__(self, name: str, samples: int) -> None:
         self.args, self.data, self.device = options("--dataset", name), in_memory(name, samples), common.comm_device()
@@ -197,7 +197,7 @@ class Loops:
 
 
 def step() -> None:
-    """Five times, with models made anew: where their memory lies makes up to 5 % of a difference."""
+    """Five times, each with new models, because the place of their memory changes their speed."""
     rows = []
     for name, samples, rounds in (("synthetic", 20_000, 21), ("MNIST", 4000, 7)):
         ratios = []
@@ -207,7 +207,7 @@ def step() -> None:
             ratios.append(found["bare"] / found["ours"])
         notes = alternate({"ours": loops.ours, "notes": loops.notes})
         rows.append((NAMES[name], statistics.median(ratios), min(ratios), max(ratios), notes["notes"] / notes["ours"]))
-    show("Training loop, two ranks: times the steps per second of a bare loop, median, least and most of five; of the "
+    show("Training loop, two ranks: times the steps per second of a bare loop (median, least, most of five), of the "
          "notes' loop", *rows)
 
 
@@ -236,7 +236,7 @@ def gains() -> None:
 
 
 def choices() -> None:
-    """What is a matter of choice: the kind of optimizer, and torch.compile; in one process."""
+    """Optional choices, in one process: the fused optimizer, and torch.compile."""
     rows, compiled_rows = [], []
     for name, title in NAMES.items():
         data = in_memory(name, 100)
@@ -262,7 +262,7 @@ def scaling_rank() -> None:
     rows, world_size = [], common.rank_and_world_size()[1]
     for name, samples in (("synthetic", 20_000), ("MNIST", 4000)):
         loops = Loops(name, samples)
-        loop = loops.ours if world_size > 1 else loops.silent  # one process as `python ddp_launch.py` makes it
+        loop = loops.ours if world_size > 1 else loops.silent  # one process, as in `python ddp_launch.py`
         found = alternate({"loop": loop, "silent": loops.silent}, 9)
         size = 4 * sum(parameter.numel() for parameter in loops.states[0].model.parameters())
         steps = len(loops.loader) / found["loop"]
@@ -272,7 +272,7 @@ def scaling_rank() -> None:
 
 
 def scaling() -> None:
-    """Processes of one thread each. DDP, against the same loop without it: what is left is the communication."""
+    """Processes of one thread each. The difference between the loop with and without DDP is the communication."""
     print("\nScaling: samples per second; share of communication; steps per second; KB of gradients per step; MB/s "
           "that each link of many machines would carry at this rate")
     for processes in (1, 2, 4, 8):
@@ -340,7 +340,7 @@ if "train" in sys.argv:
     torch.nn.functional.cross_entropy(model(inputs[:100]), targets[:100]).backward()
     optimizer.step()
     dist.barrier()
-    os._exit(0)  # as DDP leaves threads of gloo behind, which now and then abort the interpreter at its end
+    os._exit(0)  # DDP leaves gloo's threads behind, which sometimes abort the interpreter at exit
 dist.destroy_process_group()
 """
 
@@ -354,7 +354,7 @@ def bare_script():
 
 
 def command(*words: str, **environment: str) -> str:
-    """Run a command in the project's folder; returns what it printed."""
+    """Run a command in the project's folder; return what it printed."""
     env = {**os.environ, "PYTHONWARNINGS": "ignore", **environment}
     return subprocess.run(words, cwd=ROOT, env=env, check=True, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.DEVNULL, timeout=LIMIT.total_seconds()).stdout
@@ -382,7 +382,7 @@ def startup() -> None:
 
 
 def peak(*words: str) -> float:
-    """Peak memory, in MB, of the largest process of a command."""
+    """Return the peak memory, in MB, of the largest process of a command."""
     code = ("import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL, "
             "stderr=subprocess.DEVNULL); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024)")
     return float(command(sys.executable, "-c", code, *words))
@@ -400,7 +400,7 @@ def memory() -> None:
 
 
 def bucket_memory() -> None:
-    """What average_gradients takes for 400 MB of gradients, by their size. (Linux: it can set the peak back.)"""
+    """The memory that average_gradients takes for 400 MB of gradients. (Only Linux can reset the peak.)"""
     model = nn.ParameterList(nn.Parameter(torch.zeros(1_000_000)) for _ in range(100))
     for parameter in model:
         parameter.grad = torch.ones_like(parameter)
@@ -410,7 +410,7 @@ def bucket_memory() -> None:
             return int(re.search(rf"{key}:\s+(\d+) kB", file.read()).group(1)) * 1024
 
     works = [dist.all_reduce(torch.ones(common.BUCKET_BYTES // 4), async_op=True) for _ in range(4)]
-    for work in works:  # so that gloo has its own memory before
+    for work in works:  # first, so that gloo has allocated its own memory
         work.wait()
     del works, work
     with open("/proc/self/clear_refs", "w") as file:
@@ -422,7 +422,7 @@ def bucket_memory() -> None:
 
 
 def threads() -> None:
-    """One process with one thread and with all; two that share the cores, or take all of them each."""
+    """One process with one thread, and with all; two that share the cores, or that use all of them each."""
     cores, found = str(os.cpu_count()), {}
     one, spawn, two = [sys.executable, "ddp_launch.py"], [sys.executable, "ddp_spawn.py", "-g", "2"], torchrun(
         2, "ddp_launch.py")

@@ -55,7 +55,7 @@ def run_all(suites, folder):
     return total
 
 
-# A background job of a shell ignores Ctrl-C, and so would all that the tests start.
+# A shell's background job ignores Ctrl-C. Without this, all processes that the tests start would ignore it too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 loader, here, started = unittest.TestLoader(), os.path.dirname(os.path.abspath(__file__)), time.monotonic()
 if sys.argv[1:]:

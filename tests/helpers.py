@@ -45,7 +45,7 @@ def start(command, cwd=ROOT, stdout=subprocess.PIPE, **environment):
 
 
 def finish(process, timeout=150):
-    """(exit code, standard output, standard error); everything the command started is ended with it."""
+    """Return (exit code, standard output, standard error). Everything that the command started is ended with it."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -63,7 +63,7 @@ def run(*command, timeout=150, **environment):
 
 
 def wait_until(happened, what, timeout=60):
-    """Wait for something that other processes do, and return it."""
+    """Wait until `happened()` is true, and return its value; `what` names it."""
     deadline = time.monotonic() + timeout
     while not (result := happened()):
         if time.monotonic() > deadline:
@@ -73,7 +73,7 @@ def wait_until(happened, what, timeout=60):
 
 
 def project(folder, *edits):
-    """A copy of the scripts in which some text, as (file, text, other text), is replaced."""
+    """Copy the scripts, and replace texts in them: (file, text, other text)."""
     for name in ("common.py", "runtime.py", "dp_example.py", "ddp_spawn.py", "ddp_launch.py"):
         shutil.copy(os.path.join(ROOT, name), folder)
     for name, text, other in edits:
@@ -157,7 +157,7 @@ def free_port():
 
 
 class FolderTest(unittest.TestCase):
-    """A test with a folder of its own."""
+    """A test with its own folder."""
 
     def setUp(self):
         self.folder = tempfile.mkdtemp()
@@ -172,7 +172,7 @@ def idx(shape, content):
 
 
 def write_mnist(folder, train, test, compress=False):
-    """MNIST files with that many images in folder/MNIST/raw: each image is one grey that tells its class."""
+    """Write MNIST files with that many images to folder/MNIST/raw. Each image is one grey that tells its class."""
     raw = os.path.join(folder, "MNIST", "raw")
     os.makedirs(raw, exist_ok=True)
     for name, count in (("train", train), ("t10k", test)):
@@ -185,7 +185,7 @@ def write_mnist(folder, train, test, compress=False):
 
 
 def write_subj(folder, plot, quote):
-    """Two Subj files with these bytes in folder/Subj."""
+    """Write two Subj files with these bytes to folder/Subj."""
     os.makedirs(os.path.join(folder, "Subj"), exist_ok=True)
     for name, content in (("plot.tok.gt9.5000", plot), ("quote.tok.gt9.5000", quote)):
         with open(os.path.join(folder, "Subj", name), "wb") as file:

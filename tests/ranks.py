@@ -1,6 +1,6 @@
-"""Started by torchrun: each rank calls the collectives and evaluate(), and saves what came out, for the tests to check.
+"""Started by torchrun: each rank calls the collectives and evaluate(), and saves the results, which the tests check.
 
-Every input follows from the rank, so that the tests can work out the right result by hand.
+Every input depends only on the rank, so that the tests can work out the right results by hand.
 """
 import contextlib
 import copy
@@ -157,9 +157,9 @@ def evaluate_cases(rank, world_size):
 
 
 def training_cases(rank, world_size):
-    """Weights after two epochs on so few rows that ranks have batches of different sizes, or a repeated row only.
+    """Weights after two epochs on so few rows that ranks have batches of different sizes, or only a repeated row.
 
-    One process does what two and three would do together, with the whole batch."""
+    One process trains on the whole batch, as two and three processes do together."""
     torch.manual_seed(0)
     inputs, targets, start = torch.randn(17, 4), torch.randint(3, (17,)), nn.Linear(4, 3)
     for rows in (1, 2, 3, 5, 17):
@@ -182,7 +182,7 @@ def training_cases(rank, world_size):
 
 
 def communication_cases(rank, world_size):
-    """What gloo is asked for in three steps with 32.2 MB of gradients: by a loop with nothing but DDP, and by ours."""
+    """The calls of gloo in three steps with 32.2 MB of gradients: by a loop with nothing but DDP, and by ours."""
     start = nn.Sequential(nn.Linear(20, 2000), nn.ReLU(), nn.Linear(2000, 4000), nn.ReLU(), nn.Linear(4000, 10))
     data = common.Rows(torch.randn(6 * world_size, 20), torch.randint(10, (6 * world_size,)))
     for kind in "bare", "ddp", "manual":
@@ -209,7 +209,7 @@ def buffers(rank, world_size):
 
 def layout_cases(rank, world_size):
     """Gradients that are missing, not contiguous, expanded, conjugate or negated, in buckets of any size."""
-    # One rank has the gradients, and the others get them; then an optimizer that goes by the place in memory steps.
+    # Only one rank has gradients, and the others get them. Then an optimizer steps that needs the parameter's layout.
     torch.manual_seed(0)
     model = nn.Conv2d(3, 4, 3, bias=False).to(memory_format=torch.channels_last)
     model.transposed = nn.Parameter(torch.randn(3, 2).t())
@@ -252,7 +252,7 @@ def layout_cases(rank, world_size):
 
 
 def inference_cases(rank, world_size):
-    """What a first call, which is made in inference mode, makes or keeps, serves later ones."""
+    """Later calls can use what a first call, in inference mode, has created."""
     for kept in vars(common).values():
         getattr(kept, "cache_clear", int)()
     model = nn.ParameterList([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4)), nn.Parameter(
@@ -350,7 +350,7 @@ def buffer_cases(rank, world_size):
 
 
 class Draws(torch.utils.data.Dataset):
-    """Samples that are drawn by Python's random."""
+    """Samples that Python's random draws."""
 
     def __len__(self):
         return 12
@@ -360,9 +360,9 @@ class Draws(torch.utils.data.Dataset):
 
 
 def random_cases(rank, world_size):
-    """What a rank draws in two epochs: twice with one seed, with another, and from the fifth sample of the second.
+    """The random numbers of a rank in two epochs: twice with one seed, with another, from the second's 5th sample.
 
-    Last, what the training process itself draws at its first step, as dropout does."""
+    Finally, those that the training process itself draws in its first step, as dropout does."""
     own = []
 
     def drawn(seed, workers, epoch=0, samples=0):

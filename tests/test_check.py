@@ -1,4 +1,4 @@
-"""--check: who is where, does it fit together, are all-reduces right."""
+"""--check: where each rank is, whether ranks agree, and whether all-reduces are right."""
 import re
 
 from tests.helpers import FolderTest, finish, free_port, project, run, start
@@ -19,7 +19,7 @@ class CheckTest(FolderTest):
         self.assertNotIn("epoch", out)
 
     def test_ranks_that_differ_and_sums_that_are_wrong(self):
-        """One rank has other threads than the other, and another sum at one place of the second size."""
+        """The two ranks differ in their threads, and in one element of the sum of the second size."""
         then = "            wrong[rank] +="
         wrong = then, f"            summed[-1] += rank == 1 and size == 2**20\n{then}"
         project(self.folder, ("runtime.py", *wrong))

@@ -15,7 +15,7 @@ INF = float("inf")
 
 @functools.lru_cache(maxsize=None)
 def results(world_size):
-    """What each rank saved: tests/ranks.py under torchrun, once for each world size; one process needs no launcher."""
+    """What each rank saved: tests/ranks.py under torchrun, once per world size. One process needs no launcher."""
     with tempfile.TemporaryDirectory() as folder:
         code, out, err = run(*(launcher(world_size) if world_size > 1 else []), "tests/ranks.py", folder)
         if code:
@@ -142,8 +142,8 @@ class AverageGradientsTest(CollectivesTest):
             self.assertEqual(found["many, collectives"], 1)
 
     def test_a_gradient_that_was_missing_lies_in_memory_as_its_parameter(self):
-        """One rank has those of a channels_last and of a transposed weight; the optimizer's step then leaves all ranks
-        with the same weights. Adam's first step moves each by the learning rate, whatever its gradient."""
+        """One rank has gradients, of a channels_last and of a transposed weight. The optimizer's step then leaves all
+        ranks with the same weights. Adam's first step moves each weight by the learning rate, whatever its gradient."""
         torch.manual_seed(0)
         weights = [nn.Conv2d(3, 4, 3, bias=False).weight.detach(), torch.randn(3, 2).t()]
         for world_size, rank, found in self.each("layout_cases"):
@@ -203,7 +203,7 @@ class AverageGradientsTest(CollectivesTest):
 
 class EvaluateTest(CollectivesTest):
     def test_every_sample_counts_once_for_any_world_size(self):
-        """Also with fewer samples than ranks; ranks with different numbers of batches do not hang."""
+        """Also with fewer samples than ranks. Ranks with different numbers of batches do not hang."""
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
         inputs, targets = torch.randn(10, 4), torch.randint(3, (10,))

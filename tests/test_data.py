@@ -1,4 +1,4 @@
-"""Data sets: the same rows, splits and words in every process; downloads whole, checked, once a node, or not at all."""
+"""Data sets: the same rows, splits and words in every process. Downloads: complete and checked, once per node."""
 import hashlib
 import http.server
 import io
@@ -120,7 +120,7 @@ class PartsTest(unittest.TestCase):
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves `files` on loopback, and counts what is asked for."""
+    """Serves `files` on loopback, and counts the requests."""
 
     def __init__(self, files):
         self.files, self.asked = files, []
@@ -202,7 +202,7 @@ class DownloadTest(FolderTest):
 
     @needs_data
     def test_subj_is_fetched_once_for_the_processes_of_a_node(self):
-        """The real archive's content with other line ends, and a path inside that must not be followed."""
+        """The real archive's content with other line ends, and with a member whose path must not be followed."""
         files = {"../../escaped": b"x"}
         for name in common.CHECKSUMS["Subj"]:
             with open(os.path.join(DATA_ROOT, "Subj", name), "rb") as file:

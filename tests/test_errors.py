@@ -15,7 +15,7 @@ from tests.helpers import FolderTest, call, idx, launcher, run, socket, write_mn
 
 class ErrorTest(FolderTest):
     def check(self, module, options, *expected, **environment):
-        """`expected` words stand in the one line."""
+        """The one line contains the `expected` words."""
         started = AssertionError("a process or a process group was started")
         with mock.patch("torch.multiprocessing.spawn", side_effect=started), \
                 mock.patch("torch.distributed.init_process_group", side_effect=started), self.subTest(options=options):
@@ -137,7 +137,7 @@ class FilesTest(ErrorTest):
         self.check_all(["--dataset", "MNIST", "--data_root", self.folder], self.path("MNIST", "raw", "train-images"),
                        "--data_root", "--download", "28x28 images")
         self.check_all(["--dataset", "Subj", "--data_root", self.folder], self.path("Subj", "plot.tok.gt9.5000"),
-                       "one sentence a line", "--download")
+                       "one sentence per line", "--download")
 
     def test_mnist_that_is_empty_truncated_or_malformed(self):
         raw, options = self.path("MNIST", "raw"), ["--dataset", "MNIST", "--data_root", self.folder]

@@ -1,6 +1,6 @@
-"""What a run does when something happens to it: a rank fails, a signal comes, a peer does not, a disk is full.
+"""Failures during a run: a rank fails, a signal arrives, a peer is missing or silent, the disk is full.
 
-Every run here has the default time limit of 600 s if nothing else is said: what ends sooner, ends for the right reason.
+Unless a test sets it, the time limit is the default of 600 s: a run that ends sooner ends for the right reason.
 """
 import os
 import re
@@ -17,7 +17,7 @@ STEP = "    for i, batch in enumerate(loader):\n"  # in runtime.batches
 
 
 def gone(pid):
-    """Whether a process has ended, be it waited for or not."""
+    """Whether a process has ended, even if nobody has waited for it."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] in "ZX"
@@ -27,7 +27,7 @@ def gone(pid):
 
 class RunningTest(FolderTest):
     def start(self, name, *command):
-        """Start a run that takes long; returns it, and the file with what it prints."""
+        """Start a long run; return it, and the file with its output."""
         out = self.path(name + ".out")
         with open(out, "w") as file:
             process = start([*command, "--epochs", "100000", "--checkpoint", self.path(name + ".pt")], stdout=file)
@@ -45,7 +45,7 @@ class RunningTest(FolderTest):
 
 class FailingRankTest(FolderTest):
     def test_the_failing_rank_is_named_at_the_end_and_all_others_end_too(self):
-        """The others fail as well, in the next collective: what they say is not the cause, and must not be last."""
+        """The others fail too, in the next collective. Their errors are not the cause, and must not come last."""
         faults = {"raise": 'raise KeyError("in rank", rank)', "exit": "os._exit(3)", "kill": "os.kill(os.getpid(), 9)"}
         for fault, line in faults.items():
             os.mkdir(self.path(fault))
@@ -80,7 +80,7 @@ class FailingRankTest(FolderTest):
 
 class SignalTest(RunningTest):
     def test_one_signal_ends_all_processes(self):
-        """Ctrl-C in a terminal reaches the processes of a group; SIGTERM, and SIGKILL, the one that was started."""
+        """Ctrl-C in a terminal reaches all processes of a group. SIGTERM and SIGKILL reach only the one started."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
             runs = [(name, *self.start(f"{name}-{number}", *command), number) for name, command in STARTED_BY.items()
                     if LONG or (name, number) != ("torchrun", signal.SIGINT)]  # its agent treats the two alike
@@ -134,7 +134,7 @@ class TimeLimitTest(RunningTest):
                                  f"vain for {missing}" r", 7 s at most \(--timeout\): start all ranks")
 
     def test_a_peer_that_falls_silent(self):
-        """It is stopped, as if its machine was unplugged; the other ends, and so does everything on its node."""
+        """It is stopped, as if its machine were unplugged. The other rank ends, and so does everything on that node."""
         port, pairs = free_port(), []
         nodes = [self.start(f"node{nr}", "ddp_spawn.py", "-n", "2", "-nr", str(nr), "--master_addr", "127.0.0.1",
                             "--master_port", port, "--timeout", "4") for nr in (0, 1)]

@@ -1,4 +1,4 @@
-"""Nobody's file is replaced, no finished epoch is lost, and a run that diverges says so."""
+"""No run replaces another's files, no finished epoch is lost, and a run that diverges says so."""
 import json
 import math
 import os
@@ -37,7 +37,7 @@ class OthersFilesTest(FolderTest):
                            expected=["--metrics", "exists"])
 
     def test_what_is_no_file_and_one_name_for_both(self):
-        """Case 28: a device that is replaced by a file can break the machine."""
+        """Case 28: replacing a device by a file can break the machine."""
         os.mkfifo(self.path("pipe"))
         names = ["pipe"]
         if not os.getuid():
@@ -73,7 +73,7 @@ class OthersFilesTest(FolderTest):
             self.assertEqual(os.path.exists(self.path("c.pt")), existing)
             code, out, err = run(*command, cwd=self.folder)
             self.assertEqual((code, err.count("\n"), "epoch" in out), (2, 1, False), err)
-            self.assertIn("another process writes", err)
+            self.assertIn("another process is writing", err)
             open(self.path("go"), "w").close()
             wait_until(lambda: os.path.exists(self.path("c.pt")), "a checkpoint")
         for _ in range(50):
@@ -86,7 +86,7 @@ class OthersFilesTest(FolderTest):
     def test_where_there_are_no_locks(self):
         with mock.patch("fcntl.flock", side_effect=OSError("no locks available")):
             code, out, err = call(ddp_launch, "--epochs", "1", "--checkpoint", self.path("c.pt"))
-        self.assertEqual((code, err.count("\n"), "no locks" in err), (0, 1, True), err)
+        self.assertEqual((code, err.count("\n"), "file locks do not work" in err), (0, 1, True), err)
 
 
 class OrderTest(FolderTest):
@@ -151,7 +151,7 @@ class DivergenceTest(FolderTest):
 
 class LabelsTest(FolderTest):
     def test_a_label_that_is_no_class(self):
-        """-100, which torch leaves out without a word, and one too many."""
+        """-100, which torch leaves out silently, and a number above the last class."""
         train, valid, test = common.load_data(options())
         for label in (-100, -1, 10):
             targets = train.tensors[1].clone()

@@ -1,4 +1,4 @@
-"""The same training, however many processes do it and whatever starts them."""
+"""Training gives the same result for any number of processes, and under every launcher."""
 import math
 import unittest
 
@@ -52,8 +52,8 @@ class OneProcessOrSeveralTest(unittest.TestCase):
         self.assertSame(one_process(200), run)
 
     def test_where_nothing_divides(self):
-        """4,000 samples in three shards, micro-batches of 23, windows of 2 with a shorter last one: repeated samples
-        have no weight, and each real one has the same."""
+        """4,000 samples in three shards, micro-batches of 23, windows of 2 with a shorter last one. Repeated samples
+        have no weight, and all real ones have the same weight."""
         options = ("--max_grad_norm", "0.5", "--optimizer", "sgd")
         run = trained("ddp_spawn.py", "-g", "3", "--batch_size", "23", "--accumulation_steps", "2", *options)
         self.assertSame(one_process(3 * 23 * 2, *options), run)

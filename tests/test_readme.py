@@ -1,4 +1,4 @@
-"""What the READMEs say: their lines for your own task and for changes work; links, tests and messages are there."""
+"""The READMEs: their lines for your own task and for changes work; their links, tests and messages exist."""
 import ast
 import json
 import os
@@ -148,7 +148,7 @@ class ChangesTest(FolderTest):
         self.keep_ids, = re.findall(r"`(Sentences[^`]*)`", text)
 
     def edit(self):
-        """A copy in which all lines are where the table says."""
+        """Copy the project, and put all lines where the table says."""
         lines, edits = self.lines, []
         loss, score = lines.pop("metric")
         schedule, = lines.pop("schedule")

@@ -1,4 +1,4 @@
-"""The roll call: all ranks are there and agree, or none starts; who is missing is named; devices are chosen for all."""
+"""The roll call: no rank trains unless all are there and agree; missing ranks are named; devices are chosen for all."""
 import contextlib
 import io
 import os
@@ -28,9 +28,9 @@ class Counted:
 
 
 def roll_call(given, data=None, changes=None, local_ranks=None):
-    """What each rank gets from a roll call, in threads that have a client of one store each: the triple or the error.
+    """Return each rank's result of a roll call: the triple or the error. Ranks are threads, each with a store client.
 
-    `given` has the options of each rank, `data` its data sets, `changes` what is other in what it tells."""
+    `given` has the options of each rank, `data` its data sets, `changes` what differs in its report."""
     world_size, results, data, changes = len(given), {}, data or {}, changes or {}
     server = runtime.make_store("127.0.0.1", 0, 30, is_master=True)
     original = runtime.describe
@@ -54,7 +54,7 @@ def roll_call(given, data=None, changes=None, local_ranks=None):
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
     out = io.StringIO()
-    # Rank 0 waits for a moment before it ends with an error: for others, which here have the store for as long.
+    # Before it ends with an error, rank 0 waits for others to read the store. Here, the store stays.
     with mock.patch.object(runtime, "describe", describe), mock.patch("time.sleep"), contextlib.redirect_stdout(out):
         for thread in threads:
             thread.start()
@@ -134,7 +134,7 @@ class AgreementTest(unittest.TestCase):
     def test_a_rank_that_cannot_start_says_so_on_all(self):
         results, _, _ = roll_call(((), ()), data={1: (DATA[0], DATA[1], common.Rows(*DATA[2][:0]))})
         self.assertEqual([str(result) for result in results],
-                         2 * ["training, validation and test need a sample each, by __getitem__; they have "
+                         2 * ["training, validation and test data need a sample each, and __getitem__; they have "
                               "[4000, 500, 0]"])
 
     def test_other_threads_are_reported(self):
@@ -143,16 +143,16 @@ class AgreementTest(unittest.TestCase):
         self.assertRegex(out, r"(?m)^rank 1 has torch \S+, 77 threads, a CPU, but rank 0 has torch")
 
     def test_store_operations_grow_with_the_number_of_ranks(self):
-        """8 for each rank, and two more for each that has to wait for long."""
+        """8 for each rank, and 2 more for each that waits long."""
         for size in (8, 64):
             self.assertTrue(7 * size < roll_call(((),) * size)[2] < 12 * size)
 
 
 class DevicesTest(unittest.TestCase):
-    """GPUs are pretended; what is tested is who gets which."""
+    """GPUs are simulated; the tests check which rank gets which GPU."""
 
     def devices(self, gpus, given=(), local_ranks=None):
-        """The indices, or the error, or None for the CPU; and what is printed. `gpus`: the UUIDs that a rank sees."""
+        """Return the indices, the error, or None for the CPU; and the output. `gpus`: the UUIDs that a rank sees."""
         changes = {rank: {"gpus": [[uuid, "GPU"] for uuid in uuids]} for rank, uuids in enumerate(gpus)}
         results, out, _ = roll_call((given,) * len(gpus), changes=changes, local_ranks=local_ranks)
         if isinstance(results[0], common.UsageError):
@@ -213,7 +213,7 @@ class ProcessesTest(FolderTest):
         self.assertEqual(os.listdir(self.folder), [])
 
     def test_nodes_with_other_data_or_code(self):
-        """Case 30: the files of Subj exchanged on the second node. And one line of common.py."""
+        """Case 30: on the second node, Subj's two files are swapped, or one line of common.py differs."""
         for name, (plot, quote) in (("0", (b"a b\n" * 9, b"c\n" * 9)), ("1", (b"c\n" * 9, b"a b\n" * 9))):
             write_subj(self.path(name), plot, quote)
             os.makedirs(self.path(f"code{name}"))
@@ -238,7 +238,7 @@ class ProcessesTest(FolderTest):
             self.assertIn(" waited in vain for rank 2 of 4, 8 s at most (--timeout): start all ranks", err)
 
     def test_two_processes_that_see_one_gpu(self):
-        """A pretended one, in a real run: on the CPU with --device auto, refused with --device cuda."""
+        """A simulated GPU in a real run: --device auto uses the CPU, and --device cuda is refused."""
         line = "    count = torch.cuda.device_count() if"
         project(self.folder, ("runtime.py", line, f"    return [['GPU-1', 'pretended']]\n{line}"))
         code, out, err = run("ddp_spawn.py", "-g", "2", "--epochs", "1", cwd=self.folder)

@@ -1,4 +1,4 @@
-"""Under a real Slurm: the job scripts, what is started in a job without srun, jobs that fail, end or start again."""
+"""Under a real Slurm: the job scripts, commands in a job without srun, and jobs that fail, end or start again."""
 import json
 import os
 import re
@@ -25,7 +25,7 @@ long_test = unittest.skipUnless(os.environ.get("LONG_TESTS"), "takes minutes: LO
 @unittest.skipUnless(shutil.which("sbatch"), "needs Slurm: there is no sbatch on PATH")
 @unittest.skipIf(shutil.which("sbatch") and run("sinfo", timeout=30)[0], "needs Slurm: sinfo reaches no cluster")
 class SlurmTest(FolderTest):
-    """All nodes must see the test's folder: TMPDIR may name one that they share."""
+    """All nodes must see the test's folder: set TMPDIR to one that they share."""
 
     def setUp(self):
         super().setUp()
@@ -112,7 +112,7 @@ class JobTest(SlurmTest):
 
 
 class AloneTest(SlurmTest):
-    """What is started in a job, but not as a step of several tasks, is alone, whatever the job has reserved."""
+    """A process in a job that is not one task of several trains alone, whatever the job has reserved."""
 
     def world_size(self, name):
         with open(self.path(name)) as file:
@@ -184,7 +184,7 @@ class EndTest(SlurmTest):
         self.assertLessEqual(left, {f"{script}.pt{tmp}" for script in SCRIPTS for tmp in ("", ".tmp")})
 
     def check_goes_on(self, jobs, options=()):
-        """Jobs that are in the queue again end with the bits of one that never was."""
+        """Requeued jobs end with the bits of an uninterrupted one."""
         for job in jobs.values():
             self.wait(job, "PENDING")
         self.start_soon(*jobs.values())
@@ -207,7 +207,7 @@ class EndTest(SlurmTest):
             run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def test_a_requeued_job_on_two_nodes_goes_on_and_ends_with_the_bits_of_torchrun(self):
-        """By scontrol; and by the script itself, which gets this signal when its time limit nears."""
+        """By scontrol, and by the script itself, which gets this signal before its time limit."""
         jobs = self.start()
         self.slurm("scancel", "--batch", "--signal=USR1", jobs["srun.sh"])
         self.slurm("scontrol", "requeue", jobs["torchrun.sh"])

@@ -1,4 +1,4 @@
-"""What a step costs besides its arithmetic: collectives, waits for the device, threads. Counted, not timed."""
+"""The cost of a step besides computing: collectives, waits for the device, threads. It is counted, not timed."""
 import shutil
 import unittest
 
@@ -49,7 +49,7 @@ class BucketsTest(CollectivesTest):
 
 
 class Waits(TorchFunctionMode):
-    """Records every call that would wait for a GPU to have done what it was given."""
+    """Records every call that would wait for a GPU to finish its work."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Three floors, arrows only downwards; sizes; and the recipe that a reader finds in each script."""
+"""Three layers that import only downwards; sizes; and the recipe in each script."""
 import ast
 import glob
 import inspect
@@ -51,7 +51,7 @@ class FloorsTest(unittest.TestCase):
             self.assertLessEqual(others, {"torch"} if name in FLOORS else {"torch", "tests"}, name)
 
     def test_torch_and_the_collector_are_as_python_has_them(self):
-        """No import has to come first, and nobody switches the garbage collector off."""
+        """No import has to come first, and no file switches the garbage collector off."""
         for name in FLOORS:
             self.assertEqual(re.findall(r"gc\.(?:disable|freeze|set_threshold)", read(name)), [], name)
 
@@ -79,7 +79,7 @@ class SizesTest(unittest.TestCase):
 
 
 class StepTest(unittest.TestCase):
-    """Forward, losses, backward, averaging by hand and the optimizer's step stand in each script."""
+    """Each script contains forward, losses, backward, averaging by hand and the optimizer's step."""
     STEP = (r"outputs = model\(batch\.inputs\)", r"common\.losses\(outputs, batch\.targets\)", r"loss\.backward\(\)",
             r"common\.average_gradients\(model\)", r"optimizer[._]step\(\)", r"optimizer\.zero_grad\(\)")
 
@@ -108,7 +108,7 @@ class StepTest(unittest.TestCase):
             self.assertEqual(*[inspect.getsource(getattr(module, name)) for module in (ddp_spawn, ddp_launch)])
 
     def test_nothing_that_a_reader_has_to_puzzle_out(self):
-        """No starred calls, and no call of what an expression has chosen."""
+        """No starred calls, and no calls of a function that an expression chooses."""
         for name in SCRIPTS:
             for node in nodes(name, ast.Call):
                 starred = [part for part in node.args if isinstance(part, ast.Starred)]

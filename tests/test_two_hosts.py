@@ -1,4 +1,4 @@
-"""Two network hosts with two processes each or one: what they compute, who writes, and what ends when one of them goes.
+"""Two network hosts with one or two processes each: their results, who writes, and how runs end when a host fails.
 
 TWO_HOSTS names a script that makes the hosts on this machine (up, down), starts a command there (exec), and takes one
 away: kill, poweroff; cut and mute for the link between them, and mend. Without it nothing here is tested.
@@ -43,7 +43,7 @@ def on_one_host(processes):
 
 @unittest.skipUnless(RIG, "TWO_HOSTS does not name a script that makes two network hosts")
 class TwoHostsTest(FolderTest):
-    own_name = "veth"  # what the name of a host stands for on that host: its address
+    own_name = "veth"  # what a host's name resolves to on that host: its address
 
     @classmethod
     def setUpClass(cls):
@@ -101,7 +101,7 @@ class TwoHostsTest(FolderTest):
         return [int(pid) for pid in re.findall(r", pid (\d+)$", self.printed(started_by), re.M)]
 
     def check_done(self, started_by, pair, expected):
-        """It is done, with these weights, and has written on the first host alone."""
+        """The run is done, has these weights, and has written only on the first host."""
         for process in pair:
             code, _, err = finish(process)
             self.assertEqual(code, 0, err)
@@ -129,7 +129,7 @@ class IPv6Test(TwoHostsTest):
 
 
 class ResultTest(TwoHostsTest):
-    """Between hosts whose own names stand for 127.0.1.1, as Debian's installer has it: the others cannot use that."""
+    """Between hosts whose own names resolve to 127.0.1.1, as Debian's installer sets it. Others cannot reach it."""
     own_name = "loopback"
 
     def test_the_bits_of_one_host_and_files_on_the_first_host_alone(self):
@@ -155,7 +155,7 @@ class ResultTest(TwoHostsTest):
 
 class LostHostTest(TwoHostsTest):
     def train(self, seconds, when, *started_by, options=()):
-        """Start runs that wait in each step, so that they take long and leave the cores to others, if `when` holds."""
+        """Start runs that wait in each step, so that they last long and leave the cores to others, if `when` holds."""
         project(self.folder, ("runtime.py", STEP, f"{STEP}        if {when}: time.sleep({seconds})\n"))
         pairs = [(name, self.start(name, *options, cwd=self.folder)) for name in started_by]
         return [(name, pair, self.pids(name)) for name, pair in pairs]
