@@ -438,6 +438,19 @@ class OptimizerTest(FolderTest):
         for line, mean in zip(result.metrics, means):
             self.assertAlmostEqual(line["train_loss"], mean, places=5)
 
+    def test_momentum_where_the_first_gradient_comes_late(self):
+        """Steps of 0.1, and 0.1 + 0.9 * 0.1."""
+        layers = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+        for layer in layers:
+            nn.init.ones_(layer.weight)
+        args = options("--optimizer", "sgd", "--learning_rate", "0.1")
+        optimizer = common.make_optimizer(nn.ModuleList(layers), args)
+        for late in (None, torch.ones(1, 1)):
+            layers[0].weight.grad, layers[1].weight.grad = torch.ones(1, 1), late
+            optimizer.step()
+        self.assertAlmostEqual(layers[0].weight.item(), 1 - 0.1 - 0.19, places=6)
+        self.assertAlmostEqual(layers[1].weight.item(), 1 - 0.1, places=6)
+
     def test_settings(self):
         """A class, its settings and its learning rate; the options win. Without --weight_decay it is torch's own."""
         cases = ((["--optimizer", "adam"], torch.optim.Adam, {"lr": 0.005, "weight_decay": 0}),
@@ -458,7 +471,8 @@ class OptimizerTest(FolderTest):
                     kind(model.parameters(), fused=True)
                 except (TypeError, RuntimeError):  # an older torch
                     continue
-                self.assertTrue(group["fused"])
+                # SGD's fused form fails with late gradients, and with fp16, where the first step can be left out.
+                self.assertEqual(group["fused"], None if kind is torch.optim.SGD else True)
 
     def train(self, model, data, *given):
         """An epoch of three steps, here; then two, of which the second is of a resumed run."""
