@@ -155,7 +155,8 @@ class DevicesTest(FolderTest):
         warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # that it has no values is on purpose
         for name, module in sorted(sys.modules.items()):
             if name.startswith("torch.optim.") and hasattr(module, FUSED):
-                stack.enter_context(mock.patch.object(module, FUSED, lambda: ["meta", "cpu"]))
+                devices = [*getattr(module, FUSED)(), "meta"]
+                stack.enter_context(mock.patch.object(module, FUSED, lambda devices=devices: devices))
 
     def options(self, *given):
         return options("--batch_size", "6", "--epochs", str(EPOCHS), *given)

@@ -211,17 +211,21 @@ class StepsTest(OneThread, unittest.TestCase):
         torch.testing.assert_close(model.weight.detach(), expected, rtol=0, atol=1e-3)
 
     def test_scaling_costs_no_wait(self):
+        """Of fused optimizers: others read in each step whether it is to be skipped."""
+        counted = 0
         for given in CASES.values():
             model, *data = small()
             args, data = options(*given, "--precision", "fp16"), common.Rows(*data)
             model = common.Autocast(model, "fp16")
             loader = common.make_loader(data, range(ROWS), args, torch.device("cpu"))
             state = runtime.TrainState(model, args)
-            if not state.optimizer.param_groups[0].get("fused"):
-                self.skipTest("this torch has no fused optimizer for CPUs, and others read whether to skip the step")
-            with Waits() as waits:
-                ddp_launch.train_one_epoch(model, loader, state, args)
-            self.assertEqual(waits.found, ["item", "item"])  # DataLoader's seed, and the loss of the epoch
+            if state.optimizer.param_groups[0].get("fused"):
+                with Waits() as waits:
+                    ddp_launch.train_one_epoch(model, loader, state, args)
+                self.assertEqual(waits.found, ["item", "item"])  # DataLoader's seed, and the loss of the epoch
+                counted += 1
+        if not counted:
+            self.skipTest("this torch has no fused optimizer for CPUs")
 
 
 def allowed():
