@@ -21,9 +21,6 @@ from tests.test_failures import STEP, gone
 # Random numbers within the model, whose state a resumed run must have as well.
 DROPOUT = ("common.py", "nn.Linear(20, 64), nn.ReLU(), nn", "nn.Linear(20, 64), nn.ReLU(), nn.Dropout(0.3), nn")
 SPAWN, TORCHRUN = ["ddp_spawn.py", "-g", "3"], [*launcher(3), "--max-restarts=3", "ddp_launch.py"]
-ALL_AT_ONCE = ["--epochs", "4", "--accumulation_steps", "3", "--precision", "bf16", "--optimizer",
-               "sgd", "--max_grad_norm", "1"]
-WORKERS = ["--num_workers", "2"]  # change nothing
 LONG = [(command, ["--epochs", "4", *options]) for command in (SPAWN, TORCHRUN) for options in (
     [], ["--grad_sync", "manual"], ["--accumulation_steps", "2"], ["--num_workers", "2"], ["--precision", "bf16"])]
 
@@ -70,34 +67,6 @@ class ResumeTest(FolderTest):
                 self.check_same(value[key], other[key], f"{where}.{key}")
         else:
             self.assertEqual(value, other, where)
-
-    def epochs_done(self, name):
-        with open(self.path(name + ".out")) as file:
-            return len(re.findall("^epoch ", file.read(), re.M))
-
-    def test_killed_and_started_again(self):
-        """All processes of one run by SIGKILL; one worker of another, under torchrun, which restarts all by itself.
-
-        With three ranks, as two numbers have one sum, but three depend on the order in which DDP's buckets add them.
-        """
-        runs = {"torchrun": self.start("torchrun", TORCHRUN, ALL_AT_ONCE)}
-        wait_until(lambda: self.epochs_done("torchrun"), "an epoch")
-        with open(self.path("torchrun.out")) as file:
-            os.kill(int(re.findall(r", pid (\d+)$", file.read(), re.M)[1]), signal.SIGKILL)
-        whole, killed = self.start("whole", SPAWN, ALL_AT_ONCE), self.start("spawn", SPAWN, [*ALL_AT_ONCE, *WORKERS])
-        wait_until(lambda: self.epochs_done("spawn"), "an epoch")
-        os.killpg(killed.pid, signal.SIGKILL)
-        finish(killed)
-        runs["spawn"] = self.start("spawn", SPAWN, [*ALL_AT_ONCE, *WORKERS])
-        code, _, err = finish(whole)
-        self.assertEqual(code, 0, err)
-        for name, run in runs.items():
-            with self.subTest(name):
-                code, _, err = finish(run)
-                self.assertEqual(code, 0, err)
-                self.check_equal(name, "whole")
-                with open(self.path(name + ".out")) as file:
-                    self.assertEqual(file.read().count("rank 1 of 3"), 2)  # it was started twice
 
     def begun(self, name, times):
         """Wait until it has started to train, for so many times in all."""
@@ -147,30 +116,34 @@ class CurveTest(FolderTest):
         """Of the last step of each epoch, with Adam's default."""
         return [0.0025 * (1 + math.cos(math.pi * (epoch + 1 - 1 / steps) / epochs)) for epoch in range(first, epochs)]
 
-    def check(self, before, after, epochs, steps):
-        """Two epochs with the options `before`, the rest of `epochs` with `after`, in so many steps each."""
+    def check(self, *parts):
+        """Each part continues the one before: options, epochs in all, steps per epoch. Returns what each prints."""
         files = ["--checkpoint", self.path("c.pt"), "--metrics", self.path("m"), "--resume"]
-        results = [run("ddp_spawn.py", *given, "--epochs", str(n), *files) if "-g" in given else
-                   call(ddp_launch, *given, "--epochs", str(n), *files) for given, n in ((before, 2), (after, epochs))]
-        self.assertEqual([code for code, _, _ in results], [0, 0], results)
-        with open(self.path("m")) as file:
-            lines = [json.loads(line) for line in file][:-1]
-        self.assertEqual(len(lines), epochs)
-        for found, expected in zip([line["learning_rate"] for line in lines[2:]], self.rates(epochs, steps, 2)):
-            self.assertAlmostEqual(found, expected, places=12)
-        losses = [line["train_loss"] for line in lines]
-        self.assertEqual(len(set(losses)), epochs)  # weights go on changing, in every epoch
+        done, lines, out = 0, [], []
+        for given, epochs, steps in parts:
+            command = [*given, "--epochs", str(epochs), *files]
+            code, text, err = run("ddp_spawn.py", *command) if "-g" in given else call(ddp_launch, *command)
+            self.assertEqual(code, 0, err)
+            with open(self.path("m")) as file:
+                lines = [json.loads(line) for line in file][:-1]
+            self.assertEqual(len(lines), epochs)
+            for line, expected in zip(lines[done:], self.rates(epochs, steps, done)):
+                self.assertAlmostEqual(line["learning_rate"], expected, places=12)
+            done, out = epochs, [*out, text]
+        self.assertEqual(len({line["train_loss"] for line in lines}), done)  # weights go on changing, in every epoch
         os.remove(self.path("c.pt"))
         os.remove(self.path("m"))
-        return results[1][1]
+        return out
 
     def test_another_number_of_processes_batch_size_accumulation_and_epochs(self):
-        self.assertIn("4 process(es), was 1", self.check([], ["-g", "4"], 8, 10))
-        self.assertIn("1 process(es), was 4", self.check(["-g", "4"], [], 8, 40))
-        self.assertIn("--batch_size is 500, was 100", self.check([], ["--batch_size", "500"], 5, 8))
-        more = ["--accumulation_steps", "4"]
-        self.assertIn("--accumulation_steps is 4, was 1", self.check([], more, 3, 10))
-        self.assertIn("--epochs is 6, was 2", self.check([], [], 6, 40))
+        out = self.check(([], 2, 40), (["-g", "4"], 5, 10), ([], 8, 40))
+        self.assertIn("4 process(es), was 1", out[1])
+        self.assertIn("1 process(es), was 4", out[2])
+        accumulate = ["--accumulation_steps", "4"]
+        for given, epochs, steps, expected in ((["--batch_size", "500"], 5, 8, "--batch_size is 500, was 100"),
+                                               (accumulate, 3, 10, "--accumulation_steps is 4, was 1"),
+                                               ([], 6, 40, "--epochs is 6, was 2")):
+            self.assertIn(expected, self.check(([], 2, 40), (given, epochs, steps))[1])
 
     def test_the_steps_of_a_changed_run_by_hand(self):
         """Weights, of an epoch of two steps and then one of four; the learning rate given now counts (case 37)."""
@@ -259,14 +232,14 @@ class WithinEpochTest(ResumeTest):
              "            return self.tensors[0][list(indices)] + noise, self.tensors[1][list(indices)]\n"
              "        rows = torch.frombuffer(array")
 
-    # A place to wait for the kill, one step after a checkpoint.
+    # A place to wait for the kill, one step after a checkpoint. A restart by torchrun does not wait again.
     HOLD = ("runtime.py", STEP, f'{STEP}        if os.environ.get("HOLD") == f"{{state.epoch + 1}} {{state.step}}":\n'
-            "            time.sleep(600)\n")
+            '            if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":\n'
+            "                time.sleep(600)\n")
     edits, more = [NORM, NOISE, HOLD], ["--checkpoint_steps", "3"]
-    test_killed_and_started_again = None
 
-    def killed_within(self, command, options, epoch):
-        """Kill a run after four steps of an epoch, counted from 1; a checkpoint of three is left."""
+    def hold(self, command, options, epoch):
+        """A run that waits after four steps of an epoch, counted from 1; a checkpoint of three is there."""
         run = self.start("killed", command, options, HOLD=f"{epoch} 4")
 
         def seen():
@@ -274,30 +247,38 @@ class WithinEpochTest(ResumeTest):
                 return f"\nepoch {epoch}/3, step 3," in file.read()
 
         wait_until(seen, f"steps of epoch {epoch}")
-        self.kill("killed", run)
         checkpoint = torch.load(self.path("killed.pt"), weights_only=True)
         self.assertEqual((checkpoint["epoch"], checkpoint["step"]), (epoch - 1, 3))
+        return run
 
-    def test_killed_within_an_epoch(self):
-        """Twice with DDP, each time continued by the other launcher, and once with gradients averaged by hand."""
-        torchrun = [*launcher(3), "ddp_launch.py"]
-        for kills, last, options in (((SPAWN, torchrun), SPAWN, ["--accumulation_steps", "2", "--num_workers", "1"]),
-                                     ((torchrun,), SPAWN, ["--grad_sync", "manual", "--batch_size", "50"])):
-            options = ["--epochs", "3", *self.more, *options]
-            for epoch, command in enumerate(kills, 1):
-                self.killed_within(command, options, epoch)
-            whole = self.start("whole", TORCHRUN, options)
-            code, _, err = finish(self.start("killed", last, options))
-            self.assertEqual(code, 0, err)
-            self.assertEqual(finish(whole)[0], 0)
-            with self.subTest(options=options):
-                self.check_equal("killed", "whole")
-                with open(self.path("killed.out")) as file:
-                    going_on = re.findall(r"(?m)^going on from \S+, after epoch \d, step \d+$", file.read())
-                self.assertEqual(len(going_on), len(kills))
-            for name in os.listdir(self.folder):
-                if name.startswith(("killed.", "whole.")):
-                    os.remove(self.path(name))
+    def check_killed(self, run, command, options, kills):
+        """The run ends as one does that nobody kills."""
+        code, _, err = finish(run)
+        self.assertEqual(code, 0, err)
+        code, _, err = finish(self.start("whole", command, options))
+        self.assertEqual(code, 0, err)
+        self.check_equal("killed", "whole")
+        with open(self.path("killed.out")) as file:
+            going_on = re.findall(r"(?m)^going on from \S+, after epoch \d, step \d+$", file.read())
+        self.assertEqual(len(going_on), kills)
+
+    def test_killed_and_continued_by_the_other_launcher_and_by_torchrun_itself(self):
+        """All processes under spawn, in the first epoch; in the second, one worker of torchrun, which restarts all.
+
+        With three ranks, as two numbers have one sum, but three depend on the order in which DDP's buckets add them.
+        """
+        options = ["--epochs", "3", *self.more, "--accumulation_steps", "2", "--num_workers", "1",
+                   "--precision", "bf16", "--optimizer", "sgd", "--max_grad_norm", "1"]
+        self.kill("killed", self.hold(SPAWN, options, 1))
+        run = self.hold(TORCHRUN, options, 2)
+        with open(self.path("killed.out")) as file:
+            os.kill(int(re.findall(r"rank 1 of 3.*, pid (\d+)$", file.read(), re.M)[-1]), signal.SIGKILL)
+        self.check_killed(run, SPAWN, options, 2)
+
+    def test_killed_with_gradients_averaged_by_hand(self):
+        options = ["--epochs", "3", *self.more, "--grad_sync", "manual", "--batch_size", "50"]
+        self.kill("killed", self.hold([*launcher(3), "ddp_launch.py"], options, 2))
+        self.check_killed(self.start("killed", SPAWN, options), SPAWN, options, 1)
 
     def test_one_collective_and_one_write_for_each_checkpoint_and_none_without(self):
         counts = {}
