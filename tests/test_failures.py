@@ -12,7 +12,7 @@ import torch
 from tests.helpers import FolderTest, finish, free_port, launcher, project, run, start, wait_until
 
 STARTED_BY = {"spawn": ["ddp_spawn.py", "-g", "2"], "torchrun": [*launcher(2), "ddp_launch.py"]}
-LONG, SHORT = "LONG_TESTS" in os.environ, (("raise", "spawn"), ("raise", "torchrun"), ("kill", "spawn"))
+LONG, SHORT = "LONG_TESTS" in os.environ, (("raise", "torchrun"), ("kill", "spawn"))
 STEP = "    for i, batch in enumerate(loader):\n"  # in runtime.batches
 
 
@@ -81,12 +81,14 @@ class FailingRankTest(FolderTest):
 class SignalTest(RunningTest):
     def test_one_signal_ends_all_processes(self):
         """Ctrl-C in a terminal reaches all processes of a group. SIGTERM and SIGKILL reach only the one started."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-            runs = [(name, *self.start(f"{name}-{number}", *command), number) for name, command in STARTED_BY.items()
-                    if LONG or (name, number) != ("torchrun", signal.SIGINT)]  # its agent treats the two alike
-            for started in runs:
-                with self.subTest(started_by=started[0], signal=number):
-                    self.check(*started)
+        numbers = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
+        all_of_them = [(name, number) for number in numbers for name in STARTED_BY]
+        short = [("spawn", signal.SIGINT), ("spawn", signal.SIGTERM), ("torchrun", signal.SIGKILL)]
+        runs = [(name, *self.start(f"{name}-{number}", *STARTED_BY[name]), number)
+                for name, number in (all_of_them if LONG else short)]
+        for started in runs:
+            with self.subTest(started_by=started[0], signal=started[-1]):
+                self.check(*started)
 
     def check(self, name, process, out, number):
         pids = self.pids(process, out)
