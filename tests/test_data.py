@@ -5,13 +5,14 @@ import io
 import os
 import tarfile
 import threading
+import time
 import unittest
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import common
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import dp_example
 import runtime
@@ -117,6 +118,40 @@ class PartsTest(unittest.TestCase):
         plain = DataLoader([data[i] for i in range(250)], batch_size=100)
         for (inputs, targets), (plain_inputs, plain_targets) in zip(batches, plain):
             self.assertTrue(torch.equal(inputs, plain_inputs) and torch.equal(targets, plain_targets))
+
+
+class Told(Dataset):
+    """Samples: a random number, and the process and the seed of the worker that reads it. The last may not come."""
+    stuck = False
+
+    def __getitem__(self, index):
+        time.sleep(600 if self.stuck and index == 3 else 0)
+        return torch.rand(()).item(), os.getpid(), get_worker_info().seed
+
+    def __len__(self):
+        return 4
+
+
+class WorkersTest(unittest.TestCase):
+    def loader(self, rank=0, *more):
+        with mock.patch.object(common, "rank_and_world_size", return_value=(rank, 2)):
+            loader = common.make_loader(Told(), range(4), options("--num_workers", "1", "--batch_size", "1", *more),
+                                        torch.device("cpu"))
+            return loader, [[value.item() for value in sample] for sample in loader]
+
+    def test_two_ranks_draw_different_numbers(self):
+        """Also for one sample, which a padded shard can give to both; the worker's own seed is for numpy."""
+        (_, first), (_, second) = self.loader(0), self.loader(1)
+        self.assertEqual(len({draw for draw, _, _ in first + second}), 8)
+        self.assertEqual(len({seed for _, _, seed in first + second}), 2)
+
+    def test_workers_stay_from_epoch_to_epoch(self):
+        loader, first = self.loader()
+        self.assertEqual({pid for _, pid, _ in first}, {pid.item() for _, pid, _ in loader})
+
+    def test_a_worker_that_is_stuck(self):
+        with mock.patch.object(Told, "stuck", True), self.assertRaisesRegex(RuntimeError, "timed out after 2"):
+            self.loader(0, "--timeout", "2")
 
 
 class Server(http.server.ThreadingHTTPServer):
