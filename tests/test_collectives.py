@@ -243,7 +243,7 @@ class TrainingTest(CollectivesTest):
 
 class BroadcastTest(CollectivesTest):
     def test_every_rank_gets_what_rank_0_has(self):
-        """As a checkpoint has it: also sparse momenta, empty tensors, views and other types."""
+        """As a checkpoint has it, in pieces: also sparse momenta, empty tensors, views and other types."""
         for _, _, found in self.each("broadcast_cases"):
             self.assertEqual(found["text"], {"name": "a", "numbers": [1, 2.5, None], "flag": True})
             self.assertEqual(found["tensors"][0].tolist(), [[0, 3], [1, 4], [2, 5]])
