@@ -6,6 +6,7 @@ import math
 import os
 import random
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import common
@@ -415,6 +416,26 @@ class PrecisionTest(unittest.TestCase):
                 self.assertGreater(abs(losses["bf16"] - losses["fp32"]), 1e-5)
                 found = [line[key] for line in result.metrics if key in line]
                 self.assertAlmostEqual(found[0], losses[precision], places=7)
+
+
+    def test_it_is_that_of_the_threads_that_data_parallel_starts(self):
+        """A new thread does not have the dtype of autocast. Here, one is started as there is for each GPU."""
+        dtypes = []
+
+        class Tells(nn.Linear):
+            def forward(self, inputs):
+                outputs = super().forward(inputs)
+                dtypes.append(outputs.dtype)
+                return outputs
+
+        def forward(self, *inputs):
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(self.module, *inputs).result()
+
+        with task(load_data=linear_data, build_model=lambda args, train: Tells(4, 3)), \
+                mock.patch.object(nn.DataParallel, "forward", forward):
+            Run(dp_example, "--epochs", "1", "--precision", "bf16")
+        self.assertEqual(set(dtypes), {torch.bfloat16})
 
 
 # ---- Optimizers --------------------------------------------------------------------------------------
