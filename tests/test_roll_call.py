@@ -196,6 +196,11 @@ class DevicesTest(unittest.TestCase):
             self.assertRegex(" ".join(uuid for uuid, _ in runtime.visible_gpus()), r"\S+ 3 \S+ 5$")
 
 
+def errors(err):
+    """Standard error without the lines that name missing ranks: on a busy machine, a rank may come after 4 s."""
+    return "".join(line for line in err.splitlines(keepends=True) if " waits for " not in line)
+
+
 class ProcessesTest(FolderTest):
     def by_hand(self, ranks, world_size, given=lambda rank: ()):
         """Ranks without a launcher, started at once; (code, out, err) of each."""
@@ -208,7 +213,7 @@ class ProcessesTest(FolderTest):
         files = ["--checkpoint", self.path("c.pt"), "--metrics", self.path("m")]
         results = self.by_hand((0, 1), 2, lambda rank: [*files, *["--learning_rate", "0.1"] * rank])
         self.assertEqual([(code, out) for code, out, _ in results], [(2, ""), (2, "")], results)
-        self.assertRegex("".join(err for _, _, err in results), r"^ddp_launch.py: error: rank 1 on \S+ has "
+        self.assertRegex(errors("".join(err for _, _, err in results)), r"^ddp_launch.py: error: rank 1 on \S+ has "
                          r"--learning_rate 0.1, rank 0 has 0.005: [^\n]*\n$")
         self.assertEqual(os.listdir(self.folder), [])
 
@@ -227,8 +232,8 @@ class ProcessesTest(FolderTest):
                 nodes.append(start(["ddp_spawn.py", "-n", "2", "-nr", str(nr), "--master_addr", "127.0.0.1",
                                     "--master_port", port, *given], **where))
             for code, out, err in map(finish, nodes):
-                self.assertEqual((code, out, err.count("\n")), (2, "", 1), err)
-                self.assertRegex(err, "^ddp_spawn.py: error: rank [123] on ")
+                self.assertEqual((code, out, errors(err).count("\n")), (2, "", 1), err)
+                self.assertRegex(errors(err), "^ddp_spawn.py: error: rank [123] on ")
                 self.assertIn(expected, err)
 
     def test_three_of_four_are_there(self):
