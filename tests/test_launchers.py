@@ -61,6 +61,23 @@ class VariablesTest(unittest.TestCase):
         self.assertEqual(launched({"RANK": "2", "WORLD_SIZE": "4"}, WHERE, local_rank=1)[0][:3], (2, 1, 4))
         self.assertEqual(launched({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, WHERE)[0][:3], (2, 1, 4))
 
+    def test_the_names_in_the_store_are_of_one_step_or_mpirun_or_attempt(self):
+        """Torchrun keeps its store when it restarts the processes; two steps, or two mpiruns, can share a port."""
+        one_node = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "2"}
+        torchrun = {**TORCHRUN, "WORLD_SIZE": "2"}
+        for variables, parent, other, other_parent in (
+                (SRUN, 1, {"SLURM_STEP_ID": "1"}, 1), (one_node, 1, {}, 2),
+                ({**torchrun, "TORCHELASTIC_RESTART_COUNT": "0"}, 1, {"TORCHELASTIC_RESTART_COUNT": "1"}, 1)):
+            server, found = torch.distributed.HashStore(), []
+            for more, pid in (({}, parent), ({}, parent), (other, other_parent)):
+                with mock.patch.object(runtime, "make_store", return_value=server), \
+                        mock.patch.object(runtime, "PARENT", pid), \
+                        mock.patch.dict(os.environ, {**variables, **more}, clear=True):
+                    store = runtime.launched_store((1, 1, 2, 2), "host", 1, 5)
+                found.append(store.check(["name"]))
+                store.set("name", "value")
+            self.assertEqual(found, [False, True, False], variables)
+
     def test_two_steps_of_a_job_and_two_mpiruns_have_ports_and_names_of_their_own(self):
         ports = {launched({**SRUN, "SLURM_STEP_ID": step})[1]["MASTER_PORT"] for step in "012"}
         self.assertEqual(len(ports), 3)

@@ -259,8 +259,9 @@ class WithinEpochTest(ResumeTest):
         self.assertEqual(code, 0, err)
         self.check_equal("killed", "whole")
         with open(self.path("killed.out")) as file:
-            going_on = re.findall(r"(?m)^going on from \S+, after epoch \d, step \d+$", file.read())
-        self.assertEqual(len(going_on), kills)
+            out = file.read()
+        self.assertEqual(len(re.findall(r"(?m)^going on from \S+, after epoch \d, step \d+$", out)), kills)
+        self.assertEqual(out.count("\nbackend "), kills + 1)  # torchrun has not restarted it more often than that
 
     def test_killed_and_continued_by_the_other_launcher_and_by_torchrun_itself(self):
         """All processes under spawn, in the first epoch; in the second, one worker of torchrun, which restarts all.
