@@ -633,7 +633,7 @@ def check_files(args: Namespace, data: Sequence[Dataset], writes: bool = True) -
     continues = args.resume and os.path.exists(args.checkpoint)
     for option, path in (("--checkpoint", args.checkpoint), ("--metrics", args.metrics)):
         if path and os.path.exists(path) and not (continues and os.path.isfile(path)):
-            raise UsageError(f"{option} {path} exists, and would be replaced: name another file, or use --resume")
+            raise UsageError(f"{option} {path} exists: name another file{', or use --resume' * (not args.resume)}")
         try:
             if path:  # replace_file will write there
                 tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))).close()

@@ -1,6 +1,6 @@
 """python -m tests [test_numbers ...]: run the tests. The last line counts them; the exit code is 1 if any failed.
 
-Without a name, each file's tests run in a process of their own, as many at once as there are cores.
+Without a name, on Linux, each file's tests run in their own process, as many at once as there are cores.
 """
 import gc
 import json
@@ -16,14 +16,14 @@ LONGEST = ("test_slurm", "test_two_hosts", "test_resume", "test_launchers", "tes
 
 
 def run(suite):
-    """Run the tests; (passed, failed, skipped)."""
+    """Run the tests; return (passed, failed, skipped)."""
     result = unittest.TextTestRunner(stream=sys.stdout, verbosity=2).run(suite)
     failed = len(result.failures) + len(result.errors) + len(result.unexpectedSuccesses)
     return max(0, result.testsRun - failed - len(result.skipped)), failed, len(result.skipped)
 
 
 def start(suite, out):
-    """Run the tests in a process that is forked, as importing torch takes seconds; what it prints goes to a file."""
+    """Run the tests in a forked process, because importing torch takes seconds. Its output goes to a file."""
     pid = os.fork()
     if pid:
         return pid
@@ -32,12 +32,12 @@ def start(suite, out):
             os.dup2(file.fileno(), number)
     counts = run(suite)
     print(json.dumps(counts), flush=True)
-    gc.freeze()  # or all of torch is freed at the end
+    gc.freeze()  # otherwise Python frees each of torch's objects at the end
     sys.exit()
 
 
 def run_all(suites, folder):
-    """Run each suite in a process of its own; the sum of (passed, failed, skipped)."""
+    """Run each suite in its own process; return the sum of (passed, failed, skipped)."""
     os.environ["TESTS_FOLDER"] = folder  # for helpers.trained
     waiting, running, total = list(suites.items()), {}, (0, 0, 0)
     while waiting or running:
@@ -59,14 +59,14 @@ def run_all(suites, folder):
 # A shell's background job ignores Ctrl-C. Without this, all processes that the tests start would ignore it too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 loader, here, started = unittest.TestLoader(), os.path.dirname(os.path.abspath(__file__)), time.monotonic()
-if sys.argv[1:]:
-    passed, failed, skipped = run(loader.loadTestsFromNames([f"tests.{name}" for name in sys.argv[1:]]))
+names = sys.argv[1:] or sorted((name[:-3] for name in os.listdir(here) if name.startswith("test_")), key=lambda name: (
+    LONGEST.index(name) if name in LONGEST else len(LONGEST), name))
+if sys.argv[1:] or sys.platform != "linux":  # elsewhere, a forked process cannot use every library
+    passed, failed, skipped = run(loader.loadTestsFromNames([f"tests.{name}" for name in names]))
 else:
-    names = sorted((name[:-3] for name in os.listdir(here) if name.startswith("test_")),
-                   key=lambda name: (LONGEST.index(name) if name in LONGEST else len(LONGEST), name))
     folder = tempfile.mkdtemp()
     passed, failed, skipped = run_all({name: loader.loadTestsFromName(f"tests.{name}") for name in names}, folder)
-    shutil.rmtree(folder)  # not by a `with`, which would be left in each forked process
+    shutil.rmtree(folder)  # not with a `with` block, because each forked process would leave it too
 print(f"in {time.monotonic() - started:.0f} s")
 print(f"{passed} passed, {failed} failed, {skipped} skipped", flush=True)
 sys.exit(1 if failed or not passed else 0)

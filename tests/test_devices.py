@@ -1,7 +1,7 @@
-"""No wait and no wrong device in a step, for which no GPU is needed: torch's `meta` device stands in for one.
+"""A step neither waits for the device nor uses a wrong one. No GPU is needed: torch's `meta` device replaces it.
 
-Its tensors have shapes but no values. As with a GPU, an operation that mixes devices fails; what reads a value, which
-would wait for the GPU, is counted here and gets a value that is made up.
+Its tensors have shapes but no values. As on a GPU, an operation that mixes devices fails. An operation that reads a
+value would wait for the GPU; here it is counted, and returns a value that the test chooses.
 """
 import contextlib
 import io
@@ -31,7 +31,7 @@ FUSED = "_get_fused_kernels_supported_devices"
 class Watch(TorchDispatchMode):
     """Sees every operation, also those of backward, the optimizer and autograd.
 
-    `reads` has what waits for the device to be done; `sent`, of each copy to it whether it can go on without a wait."""
+    `reads` lists the operations that wait for the device; `sent` says for each copy to it whether it does not wait."""
 
     def __init__(self, answer=lambda shape: torch.ones(shape)):
         super().__init__()
@@ -70,7 +70,7 @@ class Watch(TorchDispatchMode):
 
 
 class Constants(TorchFunctionMode):
-    """What makes a tensor on the device of Python numbers: a copy that waits, but no operation that `Watch` sees."""
+    """Records tensors made on the device from Python numbers: copies that wait, and that `Watch` does not see."""
 
     def __init__(self, watch):
         super().__init__()
@@ -112,7 +112,7 @@ def rows(count):
 
 
 class StandInTest(unittest.TestCase):
-    """That this file sees what it is about."""
+    """Watch sees what the other tests count."""
 
     def test_reads(self):
         tensor, here = torch.ones(3, device=META), torch.ones(3)
@@ -215,7 +215,7 @@ class DevicesTest(FolderTest):
             self.assertEqual((len(watch.reads), len(collectives)), (reads, 1))
 
     def run_training(self, name, device, world_size, world, *given):
-        """What a whole run reads, before and after it begins with its first epoch."""
+        """Train; return the state, and the reads before and after the first epoch begins."""
         data, start = [rows(count) for count in (24, 7, 8)], runtime.start_or_resume
         args = self.options("--grad_sync", "manual", "--checkpoint", self.path(name), "--resume", *given)
         states = []

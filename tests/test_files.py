@@ -34,7 +34,7 @@ class OthersFilesTest(FolderTest):
         self.check_refused("--metrics", self.path("m"), expected=["--metrics", "exists", "--resume"])
         # Nothing to resume: this run would start, and replace the metrics of another.
         self.check_refused("--metrics", self.path("m"), "--resume", "--checkpoint", self.path("new.pt"),
-                           expected=["--metrics", "exists"])
+                           expected=["--metrics", "exists: name another file\n"])
 
     def test_what_is_no_file_and_one_name_for_both(self):
         """Case 28: replacing a device by a file can break the machine."""

@@ -49,7 +49,7 @@ def small():
 
 
 def train(rank, world_size):
-    """What train_one_epoch makes of it in each case."""
+    """Train in each case; return weights, losses, Adam's step counts and the scale."""
     results = {}
     for case, given in CASES.items():
         for grad_sync in ("ddp", "manual")[:world_size]:
@@ -101,7 +101,7 @@ def resumed(rank, world_size):
 
 
 class ByHand:
-    """The same without a GradScaler, a fused optimizer or processes: each micro-batch of each rank in turn."""
+    """The same training without GradScaler, fused optimizer or processes: micro-batches of each rank take turns."""
 
     def __init__(self, case, world_size):
         self.case, self.world_size, self.sgd = case, world_size, "sgd" in case
@@ -121,7 +121,7 @@ class ByHand:
                 self.optimizer.zero_grad()
 
     def add_gradients(self, rows):
-        """Those of a step; that each is in fp16 for a while, and multiplied by what decides whether it fits."""
+        """Add a step's scaled gradients. They pass through fp16, so the scale decides whether they overflow."""
         micro = SIZE * self.world_size
         for batch in (rows[at:at + micro] for at in range(0, len(rows), micro)):
             for own in filter(None, (batch[rank::self.world_size] for rank in range(self.world_size))):
@@ -148,7 +148,7 @@ class ByHand:
 
 
 class OneThread:
-    """Two threads that share their cores with other processes make the small products in fp16 25 times slower."""
+    """On shared cores, a second thread makes the small products in fp16 25 times slower."""
 
     def setUp(self):
         super().setUp()
@@ -211,7 +211,7 @@ class StepsTest(OneThread, unittest.TestCase):
         torch.testing.assert_close(model.weight.detach(), expected, rtol=0, atol=1e-3)
 
     def test_scaling_costs_no_wait(self):
-        """Of fused optimizers: others read in each step whether it is to be skipped."""
+        """This holds for fused optimizers. The others read in each step whether to skip it."""
         counted = 0
         for given in CASES.values():
             model, *data = small()
@@ -229,7 +229,7 @@ class StepsTest(OneThread, unittest.TestCase):
 
 
 def allowed():
-    """The roll call does not see that it is fp16."""
+    """Hide fp16 from the roll call, which refuses it on CPUs."""
     assign = runtime.assign_devices
     return mock.patch.object(runtime, "assign_devices", lambda ranks: assign(
         [{**rank, "alike": {**rank["alike"], "--precision": "fp32"}} for rank in ranks]))

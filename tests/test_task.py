@@ -417,9 +417,8 @@ class PrecisionTest(unittest.TestCase):
                 found = [line[key] for line in result.metrics if key in line]
                 self.assertAlmostEqual(found[0], losses[precision], places=7)
 
-
     def test_it_is_that_of_the_threads_that_data_parallel_starts(self):
-        """A new thread does not have the dtype of autocast. Here, one is started as there is for each GPU."""
+        """A new thread does not inherit autocast's dtype. Here, DataParallel starts one, as it does for each GPU."""
         dtypes = []
 
         class Tells(nn.Linear):

@@ -1,7 +1,7 @@
-"""Python imports this first in every process that the tests start; PYTHONPATH leads to it.
+"""Python imports this first in every process that the tests start, because PYTHONPATH names this folder.
 
-Garbage collection is a third of the time of a short process, as torch has a million objects: to look through them again
-and again while they come, and to free each of them at the end.
+Garbage collection takes a third of a short process's time: importing torch creates a million objects. Python searches
+them repeatedly during the import, and frees each of them at the end.
 """
 import atexit
 import gc
