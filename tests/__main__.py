@@ -12,7 +12,7 @@ import tempfile
 import time
 import unittest
 
-LONGEST = ("test_slurm", "test_two_hosts", "test_resume", "test_launchers", "test_patterns", "test_task")
+LONGEST = ("test_slurm", "test_resume", "test_two_hosts", "test_launchers", "test_patterns", "test_task")
 
 
 def run(suite):

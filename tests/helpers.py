@@ -45,7 +45,7 @@ def start(command, cwd=ROOT, stdout=subprocess.PIPE, **environment):
                             stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE)
 
 
-def finish(process, timeout=150):
+def finish(process, timeout=300):
     """Return (exit code, standard output, standard error). Everything that the command started is ended with it."""
     try:
         out, err = process.communicate(timeout=timeout)
@@ -59,11 +59,11 @@ def finish(process, timeout=150):
     return process.returncode, out, err
 
 
-def run(*command, timeout=150, **environment):
+def run(*command, timeout=300, **environment):
     return finish(start(list(command), **environment), timeout)
 
 
-def wait_until(happened, what, timeout=60):
+def wait_until(happened, what, timeout=150):
     """Wait until `happened()` is true, and return its value; `what` names it."""
     deadline = time.monotonic() + timeout
     while not (result := happened()):
@@ -91,7 +91,7 @@ class Run:
 
     A command, or a script's module to run in this process, with its options."""
 
-    def __init__(self, *command, timeout=150, **environment):
+    def __init__(self, *command, timeout=300, **environment):
         with tempfile.TemporaryDirectory() as folder:
             files = ["--checkpoint", os.path.join(folder, "c.pt"), "--metrics", os.path.join(folder, "m.jsonl")]
             if isinstance(command[0], str):

@@ -153,11 +153,16 @@ class FailureTest(SlurmTest):
 
 
 class EndTest(SlurmTest):
-    def start(self, *options, settings=()):
-        """{script: job}, on two nodes, when each has saved its first epoch."""
+    def start(self, *options, settings=(), commands=None):
+        """{script: job}, on two nodes. When it has saved its first epoch, a job gets its {script: command}."""
         jobs = {script: self.submit(script, 2, *SLOW, *options, settings=settings) for script in SCRIPTS}
-        for script in SCRIPTS:
-            wait_until(lambda: os.path.exists(self.path(f"{script}.pt")), "a checkpoint", 150)
+        waiting = list(SCRIPTS)
+        while waiting:
+            script = wait_until(lambda: next((script for script in waiting if os.path.exists(self.path(f"{script}.pt"))),
+                                             None), "a checkpoint")
+            waiting.remove(script)
+            if commands:  # not when both have, because the first could be done by then
+                self.slurm(*commands[script], jobs[script])
         return jobs
 
     def processes(self):
@@ -208,10 +213,8 @@ class EndTest(SlurmTest):
 
     def test_a_requeued_job_on_two_nodes_goes_on_and_ends_with_the_bits_of_torchrun(self):
         """By scontrol, and by the script itself, which gets this signal before its time limit."""
-        jobs = self.start()
-        self.slurm("scancel", "--batch", "--signal=USR1", jobs["srun.sh"])
-        self.slurm("scontrol", "requeue", jobs["torchrun.sh"])
-        self.check_goes_on(jobs)
+        self.check_goes_on(self.start(commands={"srun.sh": ["scancel", "--batch", "--signal=USR1"],
+                                                "torchrun.sh": ["scontrol", "requeue"]}))
 
     @long_test
     def test_a_job_whose_time_limit_nears_goes_on(self):
