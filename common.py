@@ -31,8 +31,6 @@ from typing import IO, Any, Callable, Iterator, NamedTuple, Optional, Sequence
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # nothing here needs NumPy
 import torch
 import torch.distributed as dist
-# Import it now: if DDP imports it later, the default arguments of its functions keep the process group alive.
-import torch.distributed.nn
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -309,7 +307,6 @@ def seed(*numbers: int) -> None:
 class Batches(torch.utils.data.BatchSampler):
     """The batches of a shard after its first `skip` samples: DataLoader's batch sampler and data set in one. A worker
     seeds itself for each batch, so random numbers depend neither on the workers nor on where a run was resumed."""
-
     dataset, seed, skip = None, 0, 0
 
     def __len__(self) -> int:
@@ -374,11 +371,15 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def checksum(value: Any, crc: int = 0) -> int:
-    """Return a checksum of what a data set holds in memory: tensors, numbers and strings, also in lists and dicts."""
+    """Return a checksum of what a data set holds in memory: tensors, arrays, numbers, strings, and lists and dicts."""
     if isinstance(value, Tensor):
         row = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
         crc = zlib.crc32(repr((value.dtype, list(value.shape))).encode(), crc)
         return zlib.crc32((ctypes.c_char * len(row)).from_address(row.data_ptr()), crc) if len(row) else crc
+    with contextlib.suppress(TypeError, ValueError):
+        view = memoryview(value)  # of bytes or a NumPy array
+        if "O" not in view.format and type(value).__name__ != "memmap":  # addresses differ; a file is not in memory
+            return zlib.crc32(view if view.c_contiguous else view.tobytes(), crc)
     value = vars(value) if isinstance(value, Dataset) else value
     with contextlib.suppress(TypeError, ValueError):
         return zlib.crc32(json.dumps(value).encode(), crc)
@@ -475,12 +476,14 @@ def reduce_mean(value: Any, nprocs: Optional[int] = None) -> Tensor:
 def average_gradients(model: nn.Module) -> None:
     """Replace each gradient with its mean over all ranks. Call it after backward; with DDP, backward does this itself.
     A gradient missing on some ranks counts as zero there; one missing on all stays None. Half precision is summed in
-    float32 to avoid overflow. Sparse gradients stay sparse, but travel dense. Needs the gradients' memory once more."""
-    kinds: dict[Any, list[nn.Parameter]] = {}
+    float32 to avoid overflow. Sparse gradients stay sparse, but travel dense. Needs memory for one bucket."""
+    buckets: dict[Any, list[nn.Parameter]] = {}  # of one device and dtype, about 25 MiB each
+    size = 0
     for parameter in model.parameters() if rank_and_world_size()[1] > 1 else ():  # yields a shared parameter once
         if parameter.requires_grad:
-            kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-    for parameters in kinds.values():
+            size += parameter.nbytes
+            buckets.setdefault((parameter.device, parameter.dtype, size // BUCKET_BYTES), []).append(parameter)
+    for parameters in buckets.values():
         # Every rank sends every parameter, and two flags: has a gradient, is sparse. Ranks that left some out would
         # pair up different tensors, and agreeing on them first would need another collective.
         yes, no = parameters[0].new_ones(1), parameters[0].new_zeros(1)
@@ -489,9 +492,7 @@ def average_gradients(model: nn.Module) -> None:
         grads = [dense_gradient(parameter) for parameter in parameters]
         row = torch.cat([*(grad.reshape(-1) for grad in grads), *(yes if flag else no for flag in present + sparse)])
         row = row.to(torch.promote_types(row.dtype, torch.float32))
-        works = [dist.all_reduce(piece, async_op=True) for piece in row.split(BUCKET_BYTES // row.element_size())]
-        for work in works:
-            work.wait()
+        dist.all_reduce(row)
         *means, flags = row.div_(dist.get_world_size()).split([*(grad.numel() for grad in grads), 2 * len(grads)])
         torch._foreach_copy_(grads, [mean.view(grad.shape) for mean, grad in zip(means, grads)])
         if not all(present):  # this waits for the device

@@ -124,7 +124,7 @@ def average_gradients_cases(rank, world_size):
 
 
 def bucket_cases(rank, world_size):
-    sizes = [5_000_000, 3, 7_000_000, 20_000_000]  # 128 MB in float32: 4.9 buckets of 25 MiB
+    sizes = [5_000_000, 3, 7_000_000, 20_000_000]  # 20 MB, 12 bytes, 28 MB and 80 MB in float32
     model = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in sizes)
     for i, parameter in enumerate(model):
         parameter.grad = torch.full_like(parameter, float(10 * i + rank))

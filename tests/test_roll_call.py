@@ -5,6 +5,7 @@ import os
 import re
 import threading
 import unittest
+from array import array
 from unittest import mock
 
 import common
@@ -116,10 +117,15 @@ class AgreementTest(unittest.TestCase):
             def __len__(self):
                 return len(self.rows)
 
-        tables = [tuple(Table([[1.0, 2.0, target]] * 5) for _ in range(3)) for target in (0, 1)]
-        self.check_refused("training data of 5 samples", data=dict(enumerate(tables)))
-        alike = [tuple(Table([[1.0, 2.0, 0]] * 5) for _ in range(3)) for _ in range(2)]
-        self.assertEqual(roll_call(((), ()), data=dict(enumerate(alike)))[0][1][1], "gloo")
+        # An array and a view of every other number stand for NumPy's, which have the same buffer protocol.
+        for kind, rows in (("lists", lambda target: [[1.0, 2.0, target]] * 5),
+                           ("bytes", lambda target: b"1234%d" % target),
+                           ("array", lambda target: array("d", [1, 2, 3, 4, target])),
+                           ("view", lambda target: memoryview(array("d", [1, 0, 2, 0, 3, 0, 4, 0, target]))[::2])):
+            with self.subTest(kind):
+                tables = [3 * (Table(rows(target)),) for target in (0, 1, 1)]
+                self.check_refused("training data of 5 samples", data=dict(enumerate(tables)))
+                self.assertEqual(roll_call(((), ()), data=dict(enumerate(tables[1:])))[0][1][1], "gloo")
 
     def test_code_and_torch(self):
         self.check_refused("common.py 0123", changes={1: {"alike": {"common.py": "0123"}}})

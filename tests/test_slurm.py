@@ -158,9 +158,8 @@ class EndTest(SlurmTest):
         jobs = {script: self.submit(script, 2, *SLOW, *options, settings=settings) for script in SCRIPTS}
         waiting = list(SCRIPTS)
         while waiting:
-            script = wait_until(lambda: next((script for script in waiting if os.path.exists(self.path(f"{script}.pt"))),
-                                             None), "a checkpoint")
-            waiting.remove(script)
+            saved = wait_until(lambda: [name for name in waiting if os.path.exists(self.path(f"{name}.pt"))], "a file")
+            script = waiting.pop(waiting.index(saved[0]))
             if commands:  # not when both have, because the first could be done by then
                 self.slurm(*commands[script], jobs[script])
         return jobs
