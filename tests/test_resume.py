@@ -319,7 +319,7 @@ class MemoryTest(FolderTest):
         then = "    for epoch in range(state.epoch, args.epochs):\n"
         peak = "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024"
         project(self.folder, ("common.py", layers, "nn.Linear(20, 5000), nn.Linear(5000, 5000), nn.Linear(5000, 10)"),
-                ("ddp_spawn.py", then, f"    import resource\n    print(rank, {peak}, 'MB')\n{then}"))
+                ("ddp_spawn.py", then, f"    import resource\n    print(f'{{rank}} {{{peak}}} MB\\n', end='')\n{then}"))
         given = ["ddp_spawn.py", "-g", "2", "--checkpoint", "c.pt", "--batch_size", "2000"]
         self.assertEqual(run(*given, "--epochs", "1", cwd=self.folder, timeout=300)[0], 0)
         fresh = run(*given[:3], "--epochs", "0", cwd=self.folder)[1]
