@@ -165,7 +165,7 @@ class LostHostTest(TwoHostsTest):
         for name, pair, pids in runs:
             for i in hosts:
                 with self.subTest(started_by=name, host=HOSTS[i]):
-                    wait_until(lambda: gone(pids[i]) and pair[i].poll() is not None, "it has ended", limit + 20)
+                    wait_until(lambda: gone(pids[i]) and pair[i].poll() is not None, "it has ended", limit + 10)
                     self.assertEqual(pair[i].returncode, 1)
                     self.assertRegex(finish(pair[i])[2], cause)
 
