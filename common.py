@@ -477,7 +477,7 @@ def average_gradients(model: nn.Module) -> None:
     """Replace each gradient with its mean over all ranks. Call it after backward; with DDP, backward does this itself.
     A gradient missing on some ranks counts as zero there; one missing on all stays None. Half precision is summed in
     float32 to avoid overflow. Sparse gradients stay sparse, but travel dense. Needs memory for one bucket."""
-    buckets: dict[Any, list[nn.Parameter]] = {}  # of one device and dtype, about 25 MiB each
+    buckets: dict[Any, list[nn.Parameter]] = {}  # of one device and dtype, 25 MiB or one larger parameter
     size = 0
     for parameter in model.parameters() if rank_and_world_size()[1] > 1 else ():  # yields a shared parameter once
         if parameter.requires_grad:

@@ -73,7 +73,7 @@ class FailingRankTest(FolderTest):
                 ("ddp_spawn.py", left, time_out), ("ddp_launch.py", left, time_out))
         for name, command in STARTED_BY.items():
             with self.subTest(started_by=name):
-                code, _, err = run(*command, cwd=self.folder, timeout=150)
+                code, _, err = run(*command, cwd=self.folder, timeout=60)
                 self.assertEqual((code, "rank 1 of 2 on host" in err or "Root Cause" in err), (1, True), err)
                 self.assertIn("KeyError: ('in rank', 1)", err)
 
@@ -125,7 +125,7 @@ class TimeLimitTest(RunningTest):
         """Node 0 and node 1 of two under spawn, rank 0 and rank 1 of two by hand: each alone, waiting for the other."""
         for number, port, world_size, process in self.waiting:
             with self.subTest(command=process.args, number=number):
-                code, out, err = finish(process, 150)
+                code, out, err = finish(process, 60)
                 self.assertEqual((code, out), (1, ""), err)
                 ranks = range(2 * number, 2 * number + 2) if world_size == 4 else [number]
                 missing = f"rank 0 of {world_size}" if number else {4: "ranks 2, 3 of 4", 2: "rank 1 of 2"}[world_size]

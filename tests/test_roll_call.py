@@ -213,7 +213,7 @@ class ProcessesTest(FolderTest):
         port = free_port()
         started = [start(["ddp_launch.py", *given(rank)], RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=port,
                          WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1") for rank in ranks]
-        return [finish(process, 150) for process in started]
+        return [finish(process, 60) for process in started]
 
     def test_options_that_differ_end_every_rank_and_are_told_once(self):
         files = ["--checkpoint", self.path("c.pt"), "--metrics", self.path("m")]

@@ -159,7 +159,8 @@ class EndTest(SlurmTest):
         waiting = list(SCRIPTS)
         while waiting:
             saved = wait_until(lambda: [name for name in waiting if os.path.exists(self.path(f"{name}.pt"))], "a file")
-            script = waiting.pop(waiting.index(saved[0]))
+            script = saved[0]
+            waiting.remove(script)
             if commands:  # not when both have, because the first could be done by then
                 self.slurm(*commands[script], jobs[script])
         return jobs

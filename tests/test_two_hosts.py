@@ -75,7 +75,7 @@ class TwoHostsTest(FolderTest):
             self.rig("kill", host)
         self.rig("mend")
         for process in self.started:
-            process.wait(60)
+            process.wait(10)
             process.stderr.close()
 
     def start(self, started_by, *options, processes=1, address=ADDRESS, cwd=ROOT, second=()):
@@ -192,6 +192,6 @@ class LostHostTest(TwoHostsTest):
         time.sleep(2)
         self.rig("mend")
         epochs = self.printed(SPAWN).count("epoch")
-        wait_until(lambda: self.printed(SPAWN).count("epoch") > epochs + 1, "it goes on", 30)
+        wait_until(lambda: self.printed(SPAWN).count("epoch") > epochs + 1, "it goes on", 10)
         self.rig("mute")
         self.check_end(runs, 10, [0, 1], "Timed out waiting 10000ms")
