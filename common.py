@@ -401,13 +401,13 @@ class Batch(NamedTuple):
     targets: Any
     weights: Tensor  # [batch], factors of the losses; see runtime.batches
     ends_step: bool  # whether the optimizer steps after this micro-batch
-    counted: slice  # the samples whose weight is not 0
+    counted: Tensor  # [batch], float64: 0 for samples whose weight is 0, 1 for the others
     loss_sum: Tensor  # this rank's; it stays on the device, because reading it would wait
 
     def record(self, losses: Tensor) -> None:
         """Add the losses to the sum of the epoch. Raises ValueError unless their shape is [batch]."""
         check_one_per_sample("losses", losses, len(self.weights))
-        self.loss_sum.add_(losses.detach()[self.counted].sum(dtype=torch.float64))
+        self.loss_sum.add_((losses.detach() * self.counted).sum())
 
 
 class Autocast(nn.Module):

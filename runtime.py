@@ -428,23 +428,23 @@ def batches(loader: DataLoader, state: TrainState, args: Namespace) -> Iterator[
     first, state.epoch_samples = sampler.skip * world_size, shard * world_size
     if isinstance(sampler.sampler, DistributedSampler):
         state.epoch_samples = min(state.epoch_samples, len(sampler.sampler.dataset))
-    micro, count, device = args.batch_size * world_size, len(loader), state.loss_sum.device
+    count, micro, device = len(loader), args.batch_size * world_size, state.loss_sum.device
+    numbers = first + rank + world_size * torch.arange(shard - sampler.skip, device=device)
+    begins = numbers - (numbers - first) % (micro * args.accumulation_steps)  # the first sample of each one's step
+    sizes = (begins + micro * args.accumulation_steps).clamp(max=state.epoch_samples) - begins.clamp(min=done)
+    counted = ((numbers >= done) & (numbers < state.epoch_samples)).double()
+    weights = (counted * world_size / sizes).float().split(args.batch_size)  # here, once per epoch, because tensor
+    counted = counted.split(args.batch_size)  # operations in each step would slow down a small model
     terminal, shown = rank == 0 and sys.stdout.isatty(), time.monotonic()
     state.started, state.samples_before = time.perf_counter(), done
     common.seed(args.seed, state.epoch, state.step, rank)  # dropout differs by rank, and repeats after a resume
     for i, batch in enumerate(loader):
         inputs, targets = common.split_batch(batch, device)
-        begin = first + i // args.accumulation_steps * args.accumulation_steps * micro  # the step's first sample
-        end = min(begin + args.accumulation_steps * micro, state.epoch_samples)
-        own = range(first + i * micro + rank, min(first + (i + 1) * micro, shard * world_size), world_size)
-        counted = slice(sum(n < done for n in own[:1]), len(range(own.start, state.epoch_samples, world_size)))
-        weights = torch.full((len(own),), world_size / (end - max(done, begin)), device=device)
-        weights[:counted.start] = weights[counted.stop:] = 0
-        weights = state.scaler.scale(weights)  # for fp16, keeps small gradients above 0; unscaled before the step
+        batch_weights = state.scaler.scale(weights[i])  # for fp16, keeps small gradients above 0; unscaled later
         ends_step = (i + 1) % args.accumulation_steps == 0 or i + 1 == count
-        yield common.Batch(inputs, targets, weights, ends_step, counted, state.loss_sum)
+        yield common.Batch(inputs, targets, batch_weights, ends_step, counted[i], state.loss_sum)
         if ends_step:
-            state.step, state.samples = state.step + 1, end
+            state.step, state.samples = state.step + 1, min(first + (i + 1) * micro, state.epoch_samples)
             if args.checkpoint_steps and state.step % args.checkpoint_steps == 0 and i + 1 < count:
                 state.checkpoint_within_epoch()
         if terminal and time.monotonic() > shown + 0.5:  # one line, updated in place; seldom, as reading the loss waits
