@@ -153,28 +153,28 @@ def average(rounds: int = 25) -> None:
 
 
 class Loops:
-    """Four loops over the same shards, each with its own model; each runs one epoch."""
+    """Four loops over the same shards; each runs one epoch. Those with DDP train one model, because the place of its
+    memory changes its speed."""
 
     def __init__(self, name: str, samples: int) -> None:
         self.args, self.data, self.device = options("--dataset", name), in_memory(name, samples), common.comm_device()
         self.sampler = DistributedSampler(self.data, *common.rank_and_world_size()[::-1])
         self.loader = common.make_loader(self.data, self.sampler, self.args, self.device)
         self.plain_loader = DataLoader(TensorDataset(*self.data.tensors), self.args.batch_size, sampler=self.sampler)
-        models = [common.build_model(self.args, self.data).to(self.device) for _ in range(4)]
-        ddp = [DDP(model, broadcast_buffers=False, gradient_as_bucket_view=True) for model in models[:3]]
-        models = ddp + models[3:]
-        self.states = [runtime.TrainState(model, self.args) for model in models]
+        model, alone = (common.build_model(self.args, self.data).to(self.device) for _ in range(2))
+        model = DDP(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        self.state, self.alone = runtime.TrainState(model, self.args), runtime.TrainState(alone, self.args)
 
     def ours(self) -> None:
-        ddp_launch.train_one_epoch(self.states[0].model, self.loader, self.states[0], self.args)
+        ddp_launch.train_one_epoch(self.state.model, self.loader, self.state, self.args)
 
     def silent(self) -> None:
         """Ours, without DDP: ranks do not communicate."""
-        ddp_launch.train_one_epoch(self.states[3].model, self.loader, self.states[3], self.args)
+        ddp_launch.train_one_epoch(self.alone.model, self.loader, self.alone, self.args)
 
     def bare(self) -> None:
         """Batches cut by index, DDP, and nothing else."""
-        model, optimizer = self.states[1].model, self.states[1].optimizer
+        model, optimizer = self.state.model, self.state.optimizer
         for indices in torch.tensor(list(self.sampler)).split(self.args.batch_size):
             inputs, targets = self.data.tensors[0][indices], self.data.tensors[1][indices]
             optimizer.zero_grad()
@@ -183,7 +183,7 @@ class Loops:
 
     def notes(self) -> None:
         """DDP and average_gradients for each parameter, metrics reduced in every step."""
-        model, optimizer = self.states[2].model, self.states[2].optimizer
+        model, optimizer = self.state.model, self.state.optimizer
         for inputs, targets in self.plain_loader:
             optimizer.zero_grad()
             outputs = model(inputs)
@@ -198,7 +198,7 @@ class Loops:
 
 
 def step() -> None:
-    """Five times, each with new models, because the place of their memory changes their speed."""
+    """Five times, each with a new model."""
     rows = []
     for name, samples, rounds in (("synthetic", 20_000, 21), ("MNIST", 4000, 7)):
         ratios = []
@@ -265,7 +265,7 @@ def scaling_rank() -> None:
         loops = Loops(name, samples)
         loop = loops.ours if world_size > 1 else loops.silent  # one process, as in `python ddp_launch.py`
         found = alternate({"loop": loop, "silent": loops.silent}, 9)
-        size = 4 * sum(parameter.numel() for parameter in loops.states[0].model.parameters())
+        size = 4 * sum(parameter.numel() for parameter in loops.state.model.parameters())
         steps = len(loops.loader) / found["loop"]
         rows.append((f"{NAMES[name]}, {world_size} process(es)", samples / found["loop"],
                      max(0, 1 - found["silent"] / found["loop"]), steps, size / 1000, 2 * size * steps / 1e6))
