@@ -300,7 +300,7 @@ class WithinEpochTest(ResumeTest):
         then = then, then.replace("            print", "            os._exit(7)\n            print")
         project(self.folder, ("runtime.py", *then))
         self.assertEqual(run("ddp_spawn.py", "-g", "2", *given, cwd=self.folder)[0], 1)
-        then = "        self.loss_sum.add_(losses.detach()"
+        then = "        self.loss_sum.add_((losses.detach()"
         project(self.folder, ("common.py", then, f"        losses = losses * 0 + 1\n{then}"))
         content = torch.load(self.path("c.pt"), weights_only=True)
         self.assertEqual((content["samples"], content["step"]), (800, 4))
