@@ -117,19 +117,26 @@ class Run:
         return max((self.weights[key] - other.weights[key]).abs().max().item() for key in self.weights)
 
 
-@functools.lru_cache(maxsize=None)
-def trained(*command):
-    """A Run that is made once, however many tests look at it, in this process or in others."""
-    if not isinstance(command[0], str) or "TESTS_FOLDER" not in os.environ:
-        return Run(*command)
-    path = os.path.join(os.environ["TESTS_FOLDER"], f"{zlib.crc32(repr(command).encode()):08x}.pt")
+def once(key, make):
+    """What make() returns, which is called once for a key, however many test processes ask for it."""
+    if "TESTS_FOLDER" not in os.environ:
+        return make()
+    path = os.path.join(os.environ["TESTS_FOLDER"], f"{zlib.crc32(repr(key).encode()):08x}.pt")
     with open(path + ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until another process has made it, which has a time limit
         if not os.path.exists(path):
-            torch.save(vars(Run(*command)), path)
-        result = Run.__new__(Run)
-        vars(result).update(torch.load(path, weights_only=True))
-        return result
+            torch.save(make(), path)
+        return torch.load(path, weights_only=True)
+
+
+@functools.lru_cache(maxsize=None)
+def trained(*command):
+    """A Run that is made once, however many tests look at it, in this process or in others."""
+    if not isinstance(command[0], str):
+        return Run(*command)
+    result = Run.__new__(Run)
+    vars(result).update(once(command, lambda: vars(Run(*command))))
+    return result
 
 
 def call(module, *options, **environment):

@@ -8,19 +8,23 @@ import common
 import torch
 from torch import nn
 
-from tests.helpers import launcher, run
+from tests.helpers import launcher, once, run
 
 INF = float("inf")
 
 
-@functools.lru_cache(maxsize=None)
-def results(world_size):
-    """What each rank saved: tests/ranks.py under torchrun, once per world size. One process needs no launcher."""
+def run_ranks(world_size):
     with tempfile.TemporaryDirectory() as folder:
         code, out, err = run(*(launcher(world_size) if world_size > 1 else []), "tests/ranks.py", folder)
         if code:
             raise AssertionError(f"ranks.py ended with {code}\n{out}\n{err}")
         return [torch.load(os.path.join(folder, f"{rank}.pt"), weights_only=True) for rank in range(world_size)]
+
+
+@functools.lru_cache(maxsize=None)
+def results(world_size):
+    """What each rank saved: tests/ranks.py under torchrun, once per world size. One process needs no launcher."""
+    return once(("ranks.py", world_size), lambda: run_ranks(world_size))
 
 
 class CollectivesTest(unittest.TestCase):

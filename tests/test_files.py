@@ -61,7 +61,8 @@ class OthersFilesTest(FolderTest):
         """Case 35: also before the first has saved, and when the first was killed."""
         project(self.folder, ("runtime.py", "    def save(self", "    def save_soon(self"), (
             "ddp_launch.py", "            state.save(args.checkpoint)\n",
-            "            while not os.path.exists('go'): pass\n            state.save_soon(args.checkpoint)\n"))
+            "            while not os.path.exists('go'): __import__('time').sleep(0.01)\n"
+            "            state.save_soon(args.checkpoint)\n"))
         command = ["ddp_launch.py", "--epochs", "100000", "--checkpoint", "c.pt", "--resume"]
         with open(self.path("out"), "w") as out:
             first = start(command, cwd=self.folder, stdout=out)

@@ -22,6 +22,6 @@ class RealDataTest(unittest.TestCase):
         self.assertGreater(result.metrics[-1]["test_accuracy"], 0.91)
 
     def test_mnist(self):
-        result = Run(*launcher(2), "ddp_launch.py", "--dataset", "MNIST", "--data_root", DATA_ROOT, "--epochs", "3",
+        result = Run(*launcher(2), "ddp_launch.py", "--dataset", "MNIST", "--data_root", DATA_ROOT, "--epochs", "2",
                      "--batch_size", "50")
         self.assertGreater(result.metrics[-1]["test_accuracy"], 0.96)
