@@ -1,5 +1,5 @@
 import os
 
-# If threads wait for each other by spinning, which is the default, a run takes twenty times as long while another
-# process uses the same cores. torch reads this when it is imported, here and in the processes that the tests start.
+# By default, OpenMP's threads spin while they wait for each other. On two cores that another process uses too, a run
+# can take twenty times as long. The setting is read when torch is imported, here and in all processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -132,12 +132,13 @@ def bucket_cases(rank, world_size):
         common.average_gradients(model)
     yield "large", [(p.grad.min().item(), p.grad.max().item()) for p in model]
     yield "large, collectives", count.bytes
-    model = nn.ParameterList(nn.Parameter(torch.zeros(100)) for _ in range(200))
-    for parameter in model:
-        parameter.grad = torch.ones(100)
-    with Count() as count:
-        common.average_gradients(model)
-    yield "many, collectives", len(count.bytes)
+    for number, size in ((200, 100), (10, 1_250_000)):
+        model = nn.ParameterList(nn.Parameter(torch.zeros(size)) for _ in range(number))
+        for parameter in model:
+            parameter.grad = torch.ones(size)
+        with Count() as count:
+            common.average_gradients(model)
+        yield f"{number} of {size}, collectives", len(count.bytes)
 
 
 def evaluate_cases(rank, world_size):

@@ -143,7 +143,8 @@ class AverageGradientsTest(CollectivesTest):
             # Whole parameters, up to 25 MiB together. A few bytes more are sent, for flags.
             buckets = [size // 100 * 100 for size in found["large, collectives"]]
             self.assertEqual(buckets, [20_000_000, 28_000_000, 80_000_000])
-            self.assertEqual(found["many, collectives"], 1)
+            self.assertEqual(found["200 of 100, collectives"], 1)
+            self.assertEqual(found["10 of 1250000, collectives"], 2)  # 25 MB each, which is less than 25 MiB
 
     def test_a_gradient_that_was_missing_lies_in_memory_as_its_parameter(self):
         """One rank has gradients, of a channels_last and of a transposed weight. The optimizer's step then leaves all

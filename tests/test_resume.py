@@ -136,9 +136,9 @@ class CurveTest(FolderTest):
         return out
 
     def test_another_number_of_processes_batch_size_accumulation_and_epochs(self):
-        out = self.check(([], 2, 40), (["-g", "2"], 5, 20), ([], 8, 40))
-        self.assertIn("2 process(es), was 1", out[1])
-        self.assertIn("1 process(es), was 2", out[2])
+        out = self.check(([], 2, 40), (["-g", "4"], 5, 10), ([], 8, 40))
+        self.assertIn("4 process(es), was 1", out[1])
+        self.assertIn("1 process(es), was 4", out[2])
         accumulate = ["--accumulation_steps", "4"]
         for given, epochs, steps, expected in ((["--batch_size", "500"], 5, 8, "--batch_size is 500, was 100"),
                                                (accumulate, 3, 10, "--accumulation_steps is 4, was 1"),
