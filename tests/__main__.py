@@ -1,6 +1,7 @@
 """python -m tests [test_numbers ...]: run the tests. The last line counts them; the exit code is 1 if any failed.
 
-Without a name, on Linux, each file's tests run in their own process, as many at once as there are cores.
+Without a name, on Linux, each file's tests run in their own process, one more at once than there are cores:
+some tests wait for a time limit, and leave their core to others.
 """
 import gc
 import json
@@ -12,7 +13,8 @@ import tempfile
 import time
 import unittest
 
-LONGEST = ("test_slurm", "test_resume", "test_two_hosts", "test_launchers", "test_patterns", "test_task")
+LONGEST = ("test_slurm", "test_resume", "test_two_hosts", "test_patterns", "test_roll_call", "test_task",
+           "test_failures", "test_launchers", "test_steps", "test_files", "test_checkpoints")
 
 
 def run(suite):
@@ -41,7 +43,7 @@ def run_all(suites, folder):
     os.environ["TESTS_FOLDER"] = folder  # for helpers.trained
     waiting, running, total = list(suites.items()), {}, (0, 0, 0)
     while waiting or running:
-        while waiting and len(running) < (os.cpu_count() or 1):
+        while waiting and len(running) < 1 + (os.cpu_count() or 1):
             name, suite = waiting.pop(0)
             running[start(suite, os.path.join(folder, name))] = name
         name = running.pop(os.wait()[0])
