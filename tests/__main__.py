@@ -1,7 +1,7 @@
 """python -m tests [test_numbers ...]: run the tests. The last line counts them; the exit code is 1 if any failed.
 
-Without a name, on Linux, each file's tests run in their own process, one more at once than there are cores:
-some tests wait for a time limit, and leave their core to others.
+Without a name, on Linux, each file's tests run in their own process. One more runs at once than there
+are cores, because some tests only wait for a time limit and need no core meanwhile.
 """
 import gc
 import json
