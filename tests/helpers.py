@@ -1,4 +1,5 @@
 """What the tests share: start processes as a user does, with a time limit; make small data; read what was written."""
+import ast
 import contextlib
 import fcntl
 import functools
@@ -16,6 +17,7 @@ import tempfile
 import time
 import unittest
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import common
 import runtime
@@ -26,6 +28,10 @@ DATA_ROOT = os.environ.get("DATA_ROOT", "")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
                       "OMP_NUM_THREADS", "PYTHONWARNINGS", "SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID",
                       "GLOO_SOCKET_IFNAME")
+
+# Three runs that several tests look at. They are made at the same time, which must work (case 3).
+AT_ONCE = (("ddp_spawn.py", "-g", "2"), ("ddp_spawn.py", "-n", "1", "-g", "2"),
+           ("ddp_spawn.py", "-g", "2", "--grad_sync", "manual"))
 
 needs_data = unittest.skipUnless(os.path.isdir(DATA_ROOT), "DATA_ROOT does not name a folder with MNIST/raw and Subj")
 
@@ -86,6 +92,20 @@ def project(folder, *edits):
     return folder
 
 
+def replace_functions(path, lines):
+    """Put `lines` into a file: functions in place of those of the same name, all else before the first of them."""
+    with open(path) as file:
+        content = original = file.read()
+    new = {node.name: ast.get_source_segment(lines, node) for node in ast.parse(lines).body}
+    for node in ast.parse(original).body:
+        if isinstance(node, ast.FunctionDef) and node.name in new:
+            wanted = [new.pop(name) for name in list(new) if name[0].isupper() or name == node.name]
+            content = content.replace(ast.get_source_segment(original, node), "\n\n\n".join(wanted))
+    assert not new, new
+    with open(path, "w") as file:
+        file.write(content)
+
+
 class Run:
     """A training run that ended with exit code 0: what it printed, its metrics and its checkpoint.
 
@@ -134,8 +154,14 @@ def trained(*command):
     """A Run that is made once, however many tests look at it, in this process or in others."""
     if not isinstance(command[0], str):
         return Run(*command)
+    commands = AT_ONCE if command in AT_ONCE else (command,)
+
+    def make():
+        with ThreadPoolExecutor(len(commands)) as pool:
+            return list(map(vars, pool.map(lambda command: Run(*command), commands)))
+
     result = Run.__new__(Run)
-    vars(result).update(once(command, lambda: vars(Run(*command))))
+    vars(result).update(once(commands, make)[commands.index(command)])
     return result
 
 

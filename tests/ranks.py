@@ -201,6 +201,24 @@ def communication_cases(rank, world_size):
         yield kind, {event.key: event.count for event in profile.key_averages() if "gloo:" in event.key}
 
 
+def step_cases(rank, world_size):
+    """The calls of gloo in the second epoch of ddp_launch.py's train(), with BatchNorm; 5 batches on each rank."""
+    original, found = ddp_launch.train_one_epoch, {}
+    data = [common.Rows(torch.randn(25 * world_size, 4), torch.randint(3, (25 * world_size,))) for _ in range(3)]
+
+    def profiled(*given):
+        with torch.profiler.profile() as profile:
+            figures = original(*given)
+        found[name] = {event.key: event.count for event in profile.key_averages() if "gloo:" in event.key}
+        return figures
+
+    with mock.patch.object(ddp_launch, "train_one_epoch", profiled):
+        for name, given in (("accumulated", ["--accumulation_steps", "2"]), ("manual", ["--grad_sync", "manual"])):
+            model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+            train(rank, world_size, model, data, "--batch_size", "5", *given)
+    yield from found.items()
+
+
 def buffers(rank, world_size):
     norm = nn.BatchNorm1d(2)
     norm.running_mean += rank
@@ -422,7 +440,7 @@ def main(folder):
         functions += [reduce_mean_cases, average_gradients_cases, bucket_cases, training_cases, buffers, layout_cases,
                       task_cases, sampler_cases]
     if 1 < world_size <= 3:
-        functions += [communication_cases, inference_cases, buffer_cases, broadcast_cases]
+        functions += [communication_cases, step_cases, inference_cases, buffer_cases, broadcast_cases]
     if world_size == 2:
         functions += [random_cases]
     for cases in functions:

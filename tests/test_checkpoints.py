@@ -68,13 +68,12 @@ class ResumeTest(FolderTest):
         """Case 5. Files of two epochs; the third is another script's. dp_example.py and one process run here."""
         resumes = {"dp": lambda *more: call(dp_example, "--batch_size", "200", *more),
                    "launch": lambda *more: call(ddp_launch, *more),
-                   "spawn": lambda *more: run("ddp_spawn.py", "-g", "2", *more)}
+                   "spawn": lambda *more: run("ddp_spawn.py", "-g", "1", *more)}
         for writer, command in SCRIPTS.items():
             for reader in set(resumes) - {writer}:
                 with self.subTest(writer=writer, reader=reader):
                     out = self.goes_on(resumes[reader], trained(*command).checkpoint)
-                    processes = {"dp": 1, "launch": 1 + (writer == "launch"), "spawn": 2}
-                    self.assertEqual("bit-identical" in out, processes[writer] != {**processes, "launch": 1}[reader])
+                    self.assertEqual("bit-identical" in out, writer != "dp")  # which is one process, as each reader
         prefixed = dict(trained(*SCRIPTS["dp"]).checkpoint)
         for part in ("model", "best_model"):
             prefixed[part] = {f"module._orig_mod.{key}": value for key, value in prefixed[part].items()}

@@ -47,11 +47,7 @@ class OneProcessOrSeveralTest(unittest.TestCase):
     def test_data_parallel(self):
         self.assertSame(one_process(200), trained("dp_example.py", "--epochs", "2", "--batch_size", "200"))
 
-    def test_accumulation(self):
-        run = trained(*launcher(2), "ddp_launch.py", "--batch_size", "50", "--accumulation_steps", "2")
-        self.assertSame(one_process(200), run)
-
-    def test_where_nothing_divides(self):
+    def test_accumulation_where_nothing_divides(self):
         """4,000 samples in three shards, micro-batches of 23, windows of 2 with a shorter last one. Repeated samples
         have no weight, and all real ones have the same weight."""
         options = ("--max_grad_norm", "0.5", "--optimizer", "sgd")

@@ -13,8 +13,8 @@ import ddp_launch
 import ddp_spawn
 import runtime
 import torch
-from tests.helpers import (ROOT, FolderTest, Run, call, finish, free_port, launcher, project, run, start, trained,
-                           write_subj)
+from tests.helpers import (AT_ONCE, ROOT, FolderTest, Run, call, finish, free_port, launcher, project, run, start,
+                           trained, write_subj)
 
 PROCESS = re.compile(r"^rank (\d+) of (\d+): host \S+, local rank (\d+), device cpu, pid (\d+)$", re.M)
 
@@ -109,49 +109,35 @@ class SlurmVariablesTest(unittest.TestCase):
 
 
 class SeveralNodesTest(FolderTest):
-    def nodes(self, port, name, **environment):
-        """Two nodes on this machine, started at once."""
-        where = [] if environment else ["--master_addr", "127.0.0.1", "--master_port", port]
-        return [start(["ddp_spawn.py", "-n", "2", "-g", "1", "-nr", str(nr), *where, "--epochs", "3", "--resume",
-                       "--metrics", self.path(f"{name}-{nr}.jsonl"), "--checkpoint",
-                       self.path(f"{name}-{nr}.pt")], **environment)
-                for nr in (0, 1)]
+    def test_two_jobs_of_two_nodes(self):
+        """Cases 18 and 12: at once on this machine, each with an address and a port of its own in the environment.
 
-    def test_two_nodes_of_two(self):
-        """Row 1 of the notes: their formula gives ranks 2 and 3 in a world of 2."""
-        port = free_port()
-        nodes = [start(["ddp_spawn.py", "-n", "2", "-g", "2", "-nr", str(nr), "--master_addr", "127.0.0.1",
-                        "--master-port", port, "--epochs", "1"]) for nr in (1, 0)]
-        results = [finish(node) for node in nodes]
-        self.assertEqual([code for code, _, _ in results], [0, 0], results)
-        ranks = [found[:3] for found in PROCESS.findall(results[1][1])]
-        self.assertEqual(ranks, [("0", "4", "0"), ("1", "4", "1"), ("2", "4", "0"), ("3", "4", "1")])
-        self.assertEqual(results[0][1:], ("", ""))
-
-    def test_exported_addresses_keep_jobs_apart_and_one_rank_writes(self):
-        """Cases 18 and 12: two jobs of two nodes at once, each with a port of its own in the environment.
-
-        One goes on from a checkpoint that only its first node has."""
-        torch.save(trained("ddp_spawn.py", "-n", "1", "-g", "2").checkpoint, self.path("job0-0.pt"))
-        pairs = [self.nodes("", f"job{job}", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port()) for job in (0, 1)]
-        for job, pair in enumerate(pairs):
-            for node, process in enumerate(pair):
-                code, out, err = finish(process)
-                self.assertEqual(code, 0, err)
-                self.assertEqual(len(PROCESS.findall(out)), 0 if node else 2)
-                first = re.findall("epoch ./3", out)[:1]
-                self.assertEqual(first, [] if node else ["epoch 1/3" if job else "epoch 3/3"])
-        self.assertEqual(sorted(os.listdir(self.folder)), ["job0-0.jsonl", "job0-0.pt", "job1-0.jsonl", "job1-0.pt"])
+        The first job has one rank per node, and goes on from a checkpoint that only its first node has. The second has
+        two per node: row 1 of the notes, whose formula gives ranks 2 and 3 in a world of 2."""
+        torch.save(trained("ddp_spawn.py", "-n", "1", "-g", "2").checkpoint, self.path("1-0.pt"))
+        jobs = []
+        for gpus, epochs in ((1, 3), (2, 1)):
+            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+            jobs.append([start(["ddp_spawn.py", "-n", "2", "-g", str(gpus), "-nr", str(nr), "--epochs", str(epochs),
+                                "--resume", "--metrics", self.path(f"{gpus}-{nr}.jsonl"), "--checkpoint",
+                                self.path(f"{gpus}-{nr}.pt")], **where) for nr in (1, 0)])
+        for (last, first), ranks, epochs in zip(jobs, ([("0", "2", "0"), ("1", "2", "0")], [
+                ("0", "4", "0"), ("1", "4", "1"), ("2", "4", "0"), ("3", "4", "1")]), ("3/3", "1/1")):
+            code, out, err = finish(first)
+            self.assertEqual(code, 0, err)
+            self.assertEqual([found[:3] for found in PROCESS.findall(out)], ranks)
+            self.assertEqual(re.findall("^epoch (./.)", out, re.M), [epochs])
+            self.assertEqual(finish(last), (0, "", ""))
+        self.assertEqual(sorted(os.listdir(self.folder)), ["1-0.jsonl", "1-0.pt", "2-0.jsonl", "2-0.pt"])
 
 
 class PortsTest(unittest.TestCase):
-    def test_two_runs_at_once(self):
+    def test_three_runs_at_once(self):
         """Case 3."""
-        results = [finish(process) for process in [start(["ddp_spawn.py", "-n", "1", "-g", "2", "--epochs", "1"])
-                                                   for _ in range(2)]]
-        for code, out, err in results:
-            self.assertEqual((code, err), (0, ""))
-            self.assertEqual(len(PROCESS.findall(out)), 2)
+        for command in AT_ONCE:
+            result = trained(*command)
+            self.assertEqual(result.err, "")
+            self.assertEqual([found[:2] for found in PROCESS.findall(result.out)], [("0", "2"), ("1", "2")])
 
 
 class SmallDataTest(FolderTest):

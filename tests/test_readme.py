@@ -1,5 +1,4 @@
 """The READMEs: their lines for your own task and for changes work; their links, tests and messages exist."""
-import ast
 import json
 import os
 import re
@@ -8,10 +7,11 @@ import sys
 import unittest
 
 import ddp_launch
-from tests.helpers import ROOT, FolderTest, call, finish, launcher, project, run, start, write_subj
-
 import torch
 from torch import nn
+
+from tests.helpers import ROOT, FolderTest, call, launcher, project, replace_functions, run, write_subj
+from tests.test_task import ROUNDING, by_hand, cut, difference, shuffled
 
 FILES = ("README.md", "slurm/README.md", "benchmarks/README.md")
 # In the first column of "When something goes wrong", what torch and Python say, and one message of two pieces that
@@ -44,23 +44,9 @@ def code(cell):
     return re.findall("`([^`]+)`", cell)
 
 
-def replace_functions(path, lines):
-    """Put `lines` into a file: functions in place of those of the same name, all else before the first of them."""
-    with open(path) as file:
-        content = original = file.read()
-    new = {node.name: ast.get_source_segment(lines, node) for node in ast.parse(lines).body}
-    for node in ast.parse(original).body:
-        if isinstance(node, ast.FunctionDef) and node.name in new:
-            wanted = [new.pop(name) for name in list(new) if name[0].isupper() or name == node.name]
-            content = content.replace(ast.get_source_segment(original, node), "\n\n\n".join(wanted))
-    assert not new, new
-    with open(path, "w") as file:
-        file.write(content)
-
-
 class OwnTaskTest(FolderTest):
     def test_the_lines_of_the_readme(self):
-        """Launching, exact figures, and a resume by another launcher: the run was killed after its first epoch."""
+        """A run that is killed after its first epoch and resumed by another launcher, against a plain loop."""
         save = "            state.save(args.checkpoint)\n"
         project(self.folder, ("ddp_spawn.py", save, f"{save}            if 'killed' in args.checkpoint:\n"
                               "                os.kill(os.getpid(), 9)\n"))
@@ -73,22 +59,25 @@ class OwnTaskTest(FolderTest):
                 file.writelines(f"{','.join(map(str, row))},{target}\n" for row, target in
                                 zip(inputs.tolist(), targets.tolist()))
             parts[part] = inputs, targets
-        given = ["--data_root", self.folder, "--epochs", "3", "--batch_size", "10", "--metrics"]
-        whole, killed = [start(["ddp_spawn.py", "-g", "2", *given, f"{name}.jsonl", "--checkpoint", f"{name}.pt"],
-                               cwd=self.folder) for name in ("whole", "killed")]
-        self.assertEqual(finish(whole)[0], 0)
-        exit_code, _, err = finish(killed)
+        given = ["--data_root", self.folder, "--epochs", "3", "--batch_size", "10", "--metrics", "killed.jsonl",
+                 "--checkpoint", "killed.pt"]
+        exit_code, _, err = run("ddp_spawn.py", "-g", "2", *given, cwd=self.folder)
         self.assertEqual((exit_code, "terminated with signal SIGKILL" in err), (1, True), err)
-        exit_code, out, err = run(*launcher(2), "ddp_launch.py", *given, "killed.jsonl", "--checkpoint", "killed.pt",
-                                  "--resume", cwd=self.folder)
+        exit_code, out, err = run(*launcher(2), "ddp_launch.py", *given, "--resume", cwd=self.folder)
         self.assertEqual((exit_code, "after epoch 1" in out), (0, True), err)
-        whole, resumed = [torch.load(self.path(f"{name}.pt"), weights_only=True) for name in ("whole", "killed")]
-        for key, value in whole["model"].items():
-            self.assertTrue(torch.equal(value, resumed["model"][key]), key)
-        model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3))
-        model.load_state_dict(whole["best_model"])
+        content = torch.load(self.path("killed.pt"), weights_only=True)
         with open(self.path("killed.jsonl")) as file:
             metrics = [json.loads(line) for line in file]
+        torch.manual_seed(0)
+        model, (inputs, targets) = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3)), parts["train"]
+        means = by_hand(model, torch.optim.Adam(model.parameters(), lr=0.005),
+                        [cut(shuffled(101, epoch), 20) for epoch in range(3)],
+                        lambda model, rows: nn.functional.cross_entropy(model(inputs[rows]), targets[rows]))
+        self.assertLess(difference(model.state_dict(), content["model"]), ROUNDING)
+        self.assertEqual(len(metrics), 4)
+        for line, mean in zip(metrics, means):
+            self.assertAlmostEqual(line["train_loss"], mean, places=5)
+        model.load_state_dict(content["best_model"])
         hits = {part: (model(inputs).argmax(1) == targets).sum().item() for part, (inputs, targets) in parts.items()}
         self.assertEqual(metrics[-1]["test_accuracy"], hits["test"] / 7)
         self.assertEqual(max(line["valid_accuracy"] for line in metrics[:-1]), hits["valid"] / 13)

@@ -8,34 +8,18 @@ import runtime
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.helpers import FolderTest, Run, launcher, options, project, run, trained, write_mnist
+from tests.helpers import FolderTest, Run, options, project, run, trained
 from tests.test_collectives import CollectivesTest
 
 WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__repr__",
          "__format__", "__contains__"}
 
 
-class CollectivesPerStepTest(FolderTest):
-    def in_an_epoch(self, *given):
-        """Collectives in the second epoch of 5 batches on each of two ranks, as torch's profiler finds them."""
-        line = "        figures = train_one_epoch(model, train_loader, state, args)\n"
-        write_mnist(project(self.folder, ("ddp_launch.py", line, (
-            f"        with torch.profiler.profile() as profile:\n    {line}"
-            "        found = {event.key: event.count for event in profile.key_averages() if 'gloo:' in event.key}\n"
-            "        torch.save(found, f'{rank}.pt')\n"))), 50, 4)
-        code, out, err = run(*launcher(2), "ddp_launch.py", "--dataset", "MNIST", "--data_root", self.folder,
-                             "--batch_size", "5", *given, cwd=self.folder)
-        self.assertEqual(code, 0, err)
-        found = [torch.load(self.path(f"{rank}.pt"), weights_only=True) for rank in range(2)]
-        self.assertEqual(found[0], found[1])
-        return found[0]
-
+class CollectivesPerStepTest(CollectivesTest):
     def test_one_for_a_step_and_one_for_an_epoch_but_none_for_metrics_or_buffers(self):
-        """Windows of 2, 2 and 1 micro-batches, with BatchNorm: DDP talks only in the last of each."""
-        self.assertEqual(self.in_an_epoch("--accumulation_steps", "2"), {"gloo:all_reduce": 3 + 1})
-
-    def test_manual(self):
-        self.assertEqual(self.in_an_epoch("--grad_sync", "manual"), {"gloo:all_reduce": 5 + 1})
+        """Windows of 2, 2 and 1 micro-batches, with BatchNorm: DDP talks only in the last of each. By hand, 5 steps."""
+        for _, _, found in self.each("step_cases"):
+            self.assertEqual(found, {"accumulated": {"gloo:all_reduce": 3 + 1}, "manual": {"gloo:all_reduce": 5 + 1}})
 
 
 class BucketsTest(CollectivesTest):

@@ -14,5 +14,5 @@ def leave_memory_to_the_system():
         gc.freeze()
 
 
-gc.set_threshold(100_000, 50, 50)
+gc.set_threshold(1_000_000, 50, 50)
 atexit.register(leave_memory_to_the_system)
