@@ -19,7 +19,6 @@ import unittest
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
-import common
 import runtime
 import torch
 

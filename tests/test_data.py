@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import dp_example
-import runtime
 from tests.helpers import (DATA_ROOT, FolderTest, Run, call, finish, launcher, needs_data, options, start, write_mnist,
                            write_subj)
 

@@ -5,7 +5,6 @@ from unittest import mock
 
 import common
 import runtime
-import torch
 
 import ddp_launch
 import ddp_spawn

@@ -12,13 +12,12 @@ from argparse import Namespace
 from unittest import mock
 
 import common
-import ddp_launch
 import ddp_spawn
 import dp_example
 import runtime
 import torch
 
-from tests.helpers import ROOT, FolderTest, call, finish, free_port, launcher, run, start, trained, wait_until
+from tests.helpers import FolderTest, call, finish, free_port, launcher, run, start, trained, wait_until
 from tests.test_failures import gone
 from tests.test_patterns import PROCESS
 

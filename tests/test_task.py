@@ -1,10 +1,8 @@
 """A user's own task: data, model, loss, score and optimizer are replaced, and everything else keeps working."""
 import contextlib
-import itertools
 import json
 import math
 import os
-import random
 import unittest
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -18,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, random_split
-from torch.utils.data.distributed import DistributedSampler
 
 from tests.helpers import (FolderTest, Run, call, finish, free_port, launcher, options, project, replace_functions, run,
                            start)
