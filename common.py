@@ -8,7 +8,6 @@ import gzip
 import hashlib
 import io
 import ipaddress
-import itertools
 import json
 import math
 import os
@@ -315,7 +314,7 @@ class Batches(torch.utils.data.BatchSampler):
 
     def __iter__(self) -> Iterator[tuple]:
         numbers = (self.seed, getattr(self.sampler, "epoch", 0), rank_and_world_size()[0])
-        indices = itertools.islice(self.sampler, self.skip, None)
+        indices = list(self.sampler)[self.skip:]
         for batch in torch.utils.data.BatchSampler(indices, self.batch_size, self.drop_last):
             yield (*numbers, *batch), batch
 

@@ -262,6 +262,7 @@ class Joining:
 
     def __enter__(self) -> Joining:
         import torch._dynamo, torch.distributed.nn  # if DDP does so later, ranks wait, and the group stays alive
+        gc.freeze()  # once more, for what this has imported; see errors_in_one_line
         self.started = time.monotonic()
         threading.Thread(target=self.watch, daemon=True).start()
         common.choose_interface(self.address)
